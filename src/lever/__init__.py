@@ -1,0 +1,1 @@
+"""lever: language models larger than memory, from flash, with the very same text."""

@@ -1,0 +1,210 @@
+"""A model that computes: token ids in, hidden rows and logits out. Knows no text, no sampling and no draft."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lever.arch import ModelConfig
+from lever.ggml import Backend, Buffer, Context, GraphAllocator, Library
+from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE, KVCache, LayerKV
+from lever.pages import PAGE, round_up
+from lever.transformer import F16, F32, F32_BYTES, I32, NODES, TENSORS, Rows, Transformer, padded
+from lever.weights.embedding import EmbeddingRows
+from lever.weights.plan import ModelUnits
+from lever.weights.tensors import Tensors, Weights, overlay
+from lever.workspace import GRAPH_ROWS, Block, ModelShape, Workspace
+
+
+@dataclass(slots=True)
+class ModelStats:
+    """Figures since the model was opened."""
+
+    compute_s: float = 0.0  # inside ggml
+
+
+class Model:
+    """One transformer with its KV cache.
+
+    `forward` appends rows to the cache and leaves their hidden states in place; `project` turns some of these into
+    logits. Both give a row the same bits whatever is computed beside it and wherever its weights come from.
+    """
+
+    def __init__(
+        self,
+        ggml: Library,
+        config: ModelConfig,
+        units: ModelUnits,
+        weights: Weights,
+        embedding: EmbeddingRows,
+        shape: ModelShape,
+        n_threads: int,
+    ) -> None:
+        self.config = config
+        self.shape = shape
+        self.stats = ModelStats()
+        self.kv = KVCache(ggml, config, shape.n_ctx)
+        self._ggml = ggml
+        self._units = units
+        self._weights = weights
+        self._embedding = embedding
+        self._transformer = Transformer(ggml, config)
+        self._backend = Backend(ggml, n_threads)
+        self._context = Context(ggml, TENSORS, NODES)
+        self._workspace = Workspace(ggml, config, embedding, shape)
+        self._small = next(iter(weights.stream([units.small])))  # pinned, so it stays valid
+        self._allocator = GraphAllocator(ggml)
+        with _largest_graphs(ggml, config, units, shape) as graphs:
+            for graph in graphs:
+                self._allocator.reserve(graph)
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of the next pass; any number gives the same bits."""
+        return self._backend.n_threads
+
+    @n_threads.setter
+    def n_threads(self, count: int) -> None:
+        self._backend.n_threads = count
+
+    def forward(self, tokens: Sequence[int]) -> None:
+        """One pass over the layers for up to n_batch tokens, which come behind those in the cache.
+
+        ContextOverflow before anything is computed. An error in mid-pass leaves the cache at its old length.
+        """
+        assert 0 < len(tokens) <= self.shape.n_batch
+        self.kv.require(len(tokens))
+        blocks = tuple(self._blocks(len(tokens)))
+        for block in blocks:
+            self._embed(tokens[block.start : block.start + block.n], block)
+        for layer, weights in enumerate(self._weights.stream(self._units.layers)):
+            for block in blocks:
+                self._layer(layer, weights, block)
+        self.kv.length += len(tokens)
+
+    def project(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        """Logits [len(rows), n_vocab] of rows of the last `forward`, counted from its first token.
+
+        The next call overwrites the array.
+        """
+        assert 0 < len(rows) <= self.shape.n_logits
+        space, m = self._workspace, padded(len(rows))
+        space.chosen_array[:m] = space.hidden_array[[*rows, *[rows[-1]] * (m - len(rows))]]
+        chosen = self._begin(space.chosen, m)
+        self._run(self._transformer.final_norm(self._context, chosen, self._small["output_norm.weight"]))
+        first = 0
+        for weights, band in zip(self._weights.stream(self._units.projection), self._units.band_rows, strict=True):
+            (matrix,) = weights.values()
+            chosen = self._begin(space.chosen, m)
+            row = F32_BYTES * self.config.n_vocab
+            logits = self._ggml.view_2d(self._context.handle, space.logits, band, m, row, F32_BYTES * first)
+            self._run(self._transformer.project(self._context, chosen, matrix, logits))
+            first += band
+        return space.logits_array[: len(rows)]
+
+    def close(self) -> None:
+        """Free everything, weights included."""
+        self._allocator.close()
+        self._context.close()
+        self._backend.close()
+        self._workspace.close()
+        self.kv.close()
+        self._embedding.close()
+        self._weights.close()
+
+    def _blocks(self, n_rows: int) -> Iterator[Block]:
+        for start in range(0, n_rows, GRAPH_ROWS):
+            n = min(GRAPH_ROWS, n_rows - start)
+            slot = self.kv.length + start
+            yield Block(start, n, padded(n), slot, round_up(slot + n, SLOT_MULTIPLE))
+
+    def _embed(self, tokens: Sequence[int], block: Block) -> None:
+        space = self._workspace
+        where = self._embedding.load(tokens)
+        space.ids_array[: block.m] = np.pad(where, (0, block.m - block.n), "edge")
+        hidden = self._begin(space.hidden, block.m, block.start)
+        ids = self._ggml.view_1d(self._context.handle, space.ids, block.m, 0)
+        self._run(self._transformer.embed(self._context, space.table, ids, hidden))
+
+    def _layer(self, layer: int, weights: Tensors, block: Block) -> None:
+        space = self._workspace
+        space.show(block)
+        rows = Rows(
+            hidden=self._begin(space.hidden, block.m, block.start),
+            positions=self._ggml.view_1d(self._context.handle, space.positions, block.m, 0),
+            mask=self._ggml.view_2d(
+                self._context.handle, space.mask, block.n_kv, block.m, F16_BYTES * block.n_kv, 0
+            ),
+            n=block.n,
+            m=block.m,
+            first_slot=block.first_slot,
+            n_kv=block.n_kv,
+        )
+        freqs = self._small.get("rope_freqs.weight")
+        kv = self.kv.layers[layer]
+        self._run(self._transformer.layer(self._context, layer, weights, freqs, kv, self.kv.n_slots, rows))
+
+    def _begin(self, tensor: int, m: int, first: int = 0) -> int:
+        """Forget the last graph; a view of m rows of hidden states in `tensor`, from row `first`."""
+        self._context.reset()
+        row = F32_BYTES * self.config.n_embd
+        view: int = self._ggml.view_2d(
+            self._context.handle, tensor, self.config.n_embd, m, row, first * row
+        )
+        return view
+
+    def _run(self, graph: int) -> None:
+        self._allocator.allocate(graph)
+        started = time.perf_counter()
+        self._backend.compute(graph)
+        self.stats.compute_s += time.perf_counter() - started
+
+
+def compute_nbytes(ggml: Library, config: ModelConfig, units: ModelUnits, shape: ModelShape) -> int:
+    """Bytes that computing takes beside weights, cache and workspace: intermediate tensors and ggml's work buffer."""
+    with _largest_graphs(ggml, config, units, shape) as graphs, GraphAllocator(ggml) as allocator:
+        intermediate = max(allocator.size_of(graph) for graph in graphs)
+    # ggml's own buffer for one product at a time: its rows, converted to the type that the weights are dotted with.
+    rows = padded(min(GRAPH_ROWS, shape.n_batch))
+    shares = F16_BYTES * shape.n_slots * rows * config.n_heads
+    return intermediate + max(shares, F32_BYTES * rows * max(config.n_ff, config.n_embd))
+
+
+@contextmanager
+def _largest_graphs(
+    ggml: Library, config: ModelConfig, units: ModelUnits, shape: ModelShape
+) -> Iterator[tuple[int, int]]:
+    """The layer and the projection that need the most memory, over addresses that are never read: to measure only."""
+    m = padded(min(GRAPH_ROWS, shape.n_batch))
+    n_slots, transformer = shape.n_slots, Transformer(ggml, config)
+    with ExitStack() as stack:
+        buffer = stack.enter_context(Buffer(ggml, PAGE, 1 << 46))
+        context = stack.enter_context(Context(ggml, TENSORS, NODES))
+        context2 = stack.enter_context(Context(ggml, TENSORS, NODES))
+
+        def tensor(kind: int, length: int, rows: int) -> int:
+            return buffer.place(ggml.new_tensor_2d(context.handle, kind, length, rows), PAGE)
+
+        weights = overlay(ggml, units.units[0], PAGE, stack)
+        rows = Rows(
+            hidden=tensor(F32, config.n_embd, m),
+            positions=buffer.place(ggml.new_tensor_1d(context.handle, I32, m), PAGE),
+            mask=tensor(F16, n_slots, m),
+            n=m,
+            m=m,
+            first_slot=0,
+            n_kv=n_slots,
+        )
+        kv = LayerKV(tensor(F16, config.n_embd_kv, n_slots), tensor(F16, n_slots, config.n_embd_kv))
+        layer = transformer.layer(context, 0, weights, None, kv, n_slots, rows)
+        band, n_logits = max(units.band_rows), padded(shape.n_logits)
+        (matrix,) = overlay(ggml, units.units[units.projection[0]], PAGE, stack).values()
+        projection = transformer.project(
+            context2, tensor(F32, config.n_embd, n_logits), matrix, tensor(F32, band, n_logits)
+        )
+        yield layer, projection

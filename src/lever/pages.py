@@ -1,0 +1,50 @@
+"""Page-aligned anonymous memory with one owner. Knows nothing of what lies in it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+PAGE = max(mmap.PAGESIZE, 4096)  # O_DIRECT wants addresses, offsets and lengths in multiples of this
+
+
+def round_up(nbytes: int, to: int = PAGE) -> int:
+    """The next multiple of `to` at or above `nbytes`."""
+    return -(-nbytes // to) * to
+
+
+class Pages:
+    """`nbytes` of zeroed private memory, resident from the start so that a plan cannot be wrong later.
+
+    Address, as an integer, for ggml and O_DIRECT; `bytes` as a NumPy view for Python. The memory stays valid until
+    `close`, which the owner calls after everything that points into it is gone.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        assert nbytes > 0
+        self.nbytes = round_up(nbytes)
+        memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE") and self.nbytes >= 2 << 20:
+            memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages for the kernel to pin in each direct read
+        self.bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        self.address: int = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.bytes[::PAGE] = 0  # touches every page
+        self._map: mmap.mmap | None = memory
+
+    def close(self) -> None:
+        """Let go of the memory: it goes back to the system with the last NumPy view of it. Safe to call twice."""
+        self.bytes = np.empty(0, np.uint8)
+        self._map = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

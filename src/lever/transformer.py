@@ -1,0 +1,178 @@
+"""The graphs of a dense transformer: embed, one layer, project. Computes nothing itself and keeps no state.
+
+Every operation here gives a row the same bits whatever other rows are beside it (checked by `lever.ggml.probe`), as
+long as matrices are multiplied by a multiple of 4 rows; attention is MUL_MAT, SOFT_MAX_EXT, MUL_MAT for that reason,
+never the fused kernel, which tiles rows and splits the context by threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lever.arch import ModelConfig
+from lever.ggml import Context, Library
+from lever.kv_cache import F16_BYTES, LayerKV
+
+F32_BYTES = 4
+F32, F16, I32 = 0, 1, 26  # ggml type ids
+ROW_MULTIPLE = 4  # rows of a graph: a multiple of this, see above
+NODES = 64  # more than any graph here has
+TENSORS = 2 * NODES  # nodes, and the views and inputs that are not nodes
+
+ROPE_NORMAL, ROPE_NEOX = 0, 2  # GGML_ROPE_TYPE_* of ggml.h
+
+
+def padded(n_rows: int) -> int:
+    """The number of rows a graph for `n_rows` has."""
+    return -(-n_rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one graph: where they lie and what they may see.
+
+    hidden: F32 [n_embd, m], read and overwritten; positions: I32 [m]; mask: F16 [n_kv, m], 0 or -inf. m is `padded(n)`;
+    the first n rows are real and go to the slots from `first_slot` on; attention runs over the slots 0 to n_kv - 1.
+    """
+
+    hidden: int
+    positions: int
+    mask: int
+    n: int
+    m: int
+    first_slot: int
+    n_kv: int
+
+
+class Transformer:
+    """Builds graphs in a context that the caller owns and resets."""
+
+    def __init__(self, ggml: Library, config: ModelConfig) -> None:
+        self._ggml = ggml
+        self._config = config
+
+    def embed(self, context: Context, table: int, ids: int, hidden: int) -> int:
+        """Rows `ids` (I32 [m]) of `table` (any type, [n_embd, rows]), as F32, into `hidden` (F32 [n_embd, m])."""
+        ggml, ctx = self._ggml, context.handle
+        graph = context.new_graph()
+        ggml.build_forward_expand(graph, ggml.cpy(ctx, ggml.get_rows(ctx, table, ids), hidden))
+        return graph
+
+    def layer(
+        self,
+        context: Context,
+        layer: int,
+        weights: Mapping[str, int],
+        rope_freqs: int | None,
+        kv: LayerKV,
+        n_slots: int,
+        rows: Rows,
+    ) -> int:
+        """One layer over `rows`: their keys and values into the cache, then hidden states in place."""
+        ggml, ctx, prefix = self._ggml, context.handle, f"blk.{layer}."
+        w = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+        graph = context.new_graph()
+        x = self._norm(ctx, rows.hidden, w["attn_norm.weight"])
+        queries, keys, values = self._heads(ctx, w, rope_freqs, x, rows)
+        self._store(ctx, graph, kv, n_slots, keys, values, rows)
+        x = self._attention(ctx, kv, n_slots, queries, rows)
+        x = self._linear(ctx, w, "attn_output", x)
+        residual = ggml.add(ctx, x, rows.hidden)
+        x = self._norm(ctx, residual, w["ffn_norm.weight"])
+        x = ggml.swiglu_split(ctx, self._linear(ctx, w, "ffn_gate", x), self._linear(ctx, w, "ffn_up", x))
+        x = ggml.add(ctx, self._linear(ctx, w, "ffn_down", x), residual)
+        ggml.build_forward_expand(graph, ggml.cpy(ctx, x, rows.hidden))
+        return graph
+
+    def final_norm(self, context: Context, hidden: int, weight: int) -> int:
+        """The norm before the output projection: F32 [n_embd, m], in place."""
+        graph = context.new_graph()
+        x = self._norm(context.handle, hidden, weight)
+        self._ggml.build_forward_expand(graph, self._ggml.cpy(context.handle, x, hidden))
+        return graph
+
+    def project(self, context: Context, normed: int, matrix: int, logits: int) -> int:
+        """Logits of a band of the vocabulary: [n_embd, band] times [n_embd, m] into `logits`, F32 [band, m]."""
+        graph = context.new_graph()
+        product = self._ggml.mul_mat(context.handle, matrix, normed)
+        self._ggml.build_forward_expand(graph, self._ggml.cpy(context.handle, product, logits))
+        return graph
+
+    def _heads(
+        self, ctx: int, w: Mapping[str, int], rope_freqs: int | None, x: int, rows: Rows
+    ) -> tuple[int, int, int]:
+        """Queries [head_dim, n_heads, m], keys [head_dim, n_kv_heads, m], values [n_embd_kv, m]."""
+        ggml, c = self._ggml, self._config
+        queries = ggml.reshape_3d(ctx, self._linear(ctx, w, "attn_q", x), c.head_dim, c.n_heads, rows.m)
+        keys = ggml.reshape_3d(ctx, self._linear(ctx, w, "attn_k", x), c.head_dim, c.n_kv_heads, rows.m)
+        values = self._linear(ctx, w, "attn_v", x)
+        if c.qk_norm:
+            queries = self._norm(ctx, queries, w["attn_q_norm.weight"])
+            keys = self._norm(ctx, keys, w["attn_k_norm.weight"])
+        return (
+            self._rope(ctx, queries, rope_freqs, rows.positions),
+            self._rope(ctx, keys, rope_freqs, rows.positions),
+            values,
+        )
+
+    def _store(
+        self, ctx: int, graph: int, kv: LayerKV, n_slots: int, keys: int, values: int, rows: Rows
+    ) -> None:
+        """Keys and values of the real rows into their slots, before anything reads the cache."""
+        ggml, width = self._ggml, self._config.n_embd_kv
+        key_row, value_row = F16_BYTES * width, F16_BYTES * n_slots
+        new_keys = ggml.view_2d(ctx, keys, width, rows.n, F32_BYTES * width, 0)
+        key_slots = ggml.view_2d(ctx, kv.keys, width, rows.n, key_row, rows.first_slot * key_row)
+        ggml.build_forward_expand(graph, ggml.cpy(ctx, new_keys, key_slots))
+        new_values = ggml.view_2d(ctx, values, width, rows.n, F32_BYTES * width, 0)
+        value_slots = ggml.view_2d(ctx, kv.values, rows.n, width, value_row, rows.first_slot * F16_BYTES)
+        ggml.build_forward_expand(graph, ggml.cpy(ctx, ggml.transpose(ctx, new_values), value_slots))
+
+    def _attention(self, ctx: int, kv: LayerKV, n_slots: int, queries: int, rows: Rows) -> int:
+        """Attention of every row over the slots that its mask shows: [n_heads * head_dim, m]."""
+        ggml, c = self._ggml, self._config
+        key_row, value_row = F16_BYTES * c.n_embd_kv, F16_BYTES * n_slots
+        keys = ggml.view_3d(
+            ctx, kv.keys, c.head_dim, rows.n_kv, c.n_kv_heads, key_row, F16_BYTES * c.head_dim, 0
+        )
+        values = ggml.view_3d(
+            ctx, kv.values, rows.n_kv, c.head_dim, c.n_kv_heads, value_row, value_row * c.head_dim, 0
+        )
+        queries = ggml.permute(ctx, queries, 0, 2, 1, 3)
+        scores = ggml.mul_mat(ctx, keys, queries)  # [n_kv, m, n_heads]
+        shares = ggml.soft_max_ext(ctx, scores, rows.mask, 1.0 / math.sqrt(c.head_dim), 0.0)
+        mixed = ggml.permute(ctx, ggml.mul_mat(ctx, values, shares), 0, 2, 1, 3)
+        joined: int = ggml.cont_2d(ctx, mixed, c.head_dim * c.n_heads, rows.m)
+        return joined
+
+    def _rope(self, ctx: int, x: int, rope_freqs: int | None, positions: int) -> int:
+        rope = self._config.rope
+        rotated: int = self._ggml.rope_ext(
+            ctx,
+            x,
+            positions,
+            rope_freqs,
+            rope.dim,
+            ROPE_NEOX if rope.neox else ROPE_NORMAL,
+            rope.n_ctx_orig,
+            rope.freq_base,
+            rope.freq_scale,
+            rope.ext_factor,
+            rope.attn_factor,
+            rope.beta_fast,
+            rope.beta_slow,
+        )
+        return rotated
+
+    def _linear(self, ctx: int, w: Mapping[str, int], name: str, x: int) -> int:
+        product: int = self._ggml.mul_mat(ctx, w[f"{name}.weight"], x)
+        bias = w.get(f"{name}.bias")
+        if bias is not None:
+            product = self._ggml.add(ctx, product, bias)
+        return product
+
+    def _norm(self, ctx: int, x: int, weight: int) -> int:
+        normed: int = self._ggml.mul(ctx, self._ggml.rms_norm(ctx, x, self._config.norm_eps), weight)
+        return normed

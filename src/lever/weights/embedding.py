@@ -1,0 +1,55 @@
+"""Rows of the embedding table, read from flash one by one as tokens need them. The table itself is never held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lever.gguf import TensorInfo
+from lever.pages import PAGE, Pages, round_up
+from lever.weights.reader import DirectFile
+from lever.weights.units import row_nbytes
+
+
+class EmbeddingRows:
+    """Memory for `n_rows` rows in the type of the file, and the reads that fill it."""
+
+    def __init__(self, file: DirectFile, table: TensorInfo, n_rows: int) -> None:
+        self.table = table
+        self.n_rows = n_rows
+        self._file = file
+        self._row_bytes = row_nbytes(table)
+        self._rows = Pages(n_rows * self._row_bytes)
+        self._scratch = Pages(self._row_bytes + 2 * PAGE)
+
+    @property
+    def address(self) -> int:
+        """Where row 0 of what `load` read lies; the rows follow each other without gaps."""
+        return self._rows.address
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._rows.nbytes + self._scratch.nbytes
+
+    def load(self, tokens: Sequence[int]) -> NDArray[np.int32]:
+        """Read the rows of `tokens`, each distinct one once; returns which loaded row each token has."""
+        distinct, where = np.unique(np.asarray(tokens), return_inverse=True)
+        for place, token in enumerate(distinct):
+            self._read_row(int(token), place * self._row_bytes)
+        return where.astype(np.int32)
+
+    def close(self) -> None:
+        """Free the memory and close the file."""
+        self._rows.close()
+        self._scratch.close()
+        self._file.close()
+
+    def _read_row(self, token: int, at: int) -> None:
+        start = self.table.offset + token * self._row_bytes
+        lead = start % PAGE
+        span = memoryview(self._scratch.bytes)[: round_up(lead + self._row_bytes)]
+        self._file.read_exactly(span, start - lead, lead + self._row_bytes)
+        self._rows.bytes[at : at + self._row_bytes] = self._scratch.bytes[lead : lead + self._row_bytes]

@@ -1,0 +1,135 @@
+"""Reads of a file straight into page-aligned memory, past the page cache. Knows nothing of models."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from lever.errors import StorageError
+from lever.pages import PAGE, Pages
+
+BLOCK = 4 << 20  # bytes of one read: where sequential O_DIRECT reads reach their full rate
+
+# preadv with one buffer; replaced in tests by readers that fail.
+ReadInto = Callable[[int, memoryview, int], int]
+
+
+def read_into(fd: int, view: memoryview, offset: int) -> int:
+    """One read(2) at `offset`; how many bytes came, 0 at the end of the file."""
+    return os.preadv(fd, [view], offset)
+
+
+class DirectFile:
+    """One open file for aligned reads with O_DIRECT, or buffered where the file system refuses it.
+
+    `direct` says which, `reason` why not; both reach the user through the figures of a run. A buffered file drops what
+    it has read from the page cache, so that the memory it uses stays what the budget says.
+    """
+
+    def __init__(self, path: Path, read: ReadInto = read_into) -> None:
+        self.path = path
+        self._read = read
+        self._fd = -1
+        self.reason: str | None = None
+        try:
+            self._fd, self.reason = _open(path, read)
+            self.size = os.fstat(self._fd).st_size
+        except OSError as error:
+            self.close()
+            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads go past the page cache."""
+        return self.reason is None
+
+    def read(self, view: memoryview, offset: int) -> int:
+        """Fill `view`, page-aligned like `offset` and a multiple of a page long; stops early only at the file's end.
+
+        Returns the bytes that came. Short reads are continued: an interrupted or capped read is not the end.
+        StorageError for what the device reports, with file and offset.
+        """
+        assert offset % PAGE == 0 and len(view) % PAGE == 0
+        done = 0
+        while done < len(view):
+            try:
+                count = self._read(self._fd, view[done : done + BLOCK], offset + done)
+            except OSError as error:
+                what = error.strerror or str(error)
+                raise StorageError(f"reading {self.path} failed at byte {offset + done}: {what}") from error
+            if count == 0:
+                break
+            done = _resume_at(done, count, end=self.size - offset)
+        if not self.direct:
+            os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+        return done
+
+    def read_exactly(self, view: memoryview, offset: int, needed: int) -> None:
+        """As `read`, but at least `needed` bytes must come; StorageError when the file has become shorter."""
+        count = self.read(view, offset)
+        if count < needed:
+            raise StorageError(
+                f"{self.path} ended at byte {offset + count} where {offset + needed} was expected: "
+                "was it replaced or cut while in use? Start again, or fetch the file anew"
+            )
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _resume_at(done: int, count: int, end: int) -> int:
+    """Where to read on after `count` bytes came at `done`: O_DIRECT goes on at whole pages only.
+
+    A part of a page is read again, except at the end of the file, where nothing more will come.
+    """
+    reached = done + count
+    if reached >= end:
+        return reached
+    aligned = reached - reached % PAGE
+    return aligned if aligned > done else reached
+
+
+def _open(path: Path, read: ReadInto) -> tuple[int, str | None]:
+    """The descriptor, and why it is not direct (None when it is): asked of this very file by one small read.
+
+    Android's shared storage, FUSE, tmpfs and some SD cards accept the flag and refuse the first read.
+    """
+    direct_flag = getattr(os, "O_DIRECT", None)
+    if direct_flag is None:
+        return _open_buffered(path), "this system has no O_DIRECT"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct_flag)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+        return _open_buffered(path), "the file system refuses O_DIRECT"
+    try:
+        with Pages(PAGE) as probe:
+            read(fd, memoryview(probe.bytes), 0)
+    except OSError as error:
+        os.close(fd)
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+        return _open_buffered(path), "the file system accepts O_DIRECT but refuses its reads"
+    return fd, None
+
+
+def _open_buffered(path: Path) -> int:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    return fd

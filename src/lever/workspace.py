@@ -1,0 +1,107 @@
+"""The memory of a model beside weights and cache: hidden rows, inputs of graphs, logits. Allocated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from lever.arch import ModelConfig
+from lever.ggml import Buffer, Context, Library
+from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE
+from lever.pages import Pages, round_up
+from lever.transformer import F16, F32, F32_BYTES, I32, ROW_MULTIPLE, padded
+from lever.weights.embedding import EmbeddingRows
+
+GRAPH_ROWS = 32  # rows of one graph: enough for the kernels' full rate, few enough for a small compute buffer
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """How large the memory of a model beside its weights is."""
+
+    n_ctx: int  # positions of the KV cache
+    n_batch: int = 512  # rows of one pass over the layers
+    n_logits: int = ROW_MULTIPLE  # rows whose logits are held at once
+
+    @property
+    def n_slots(self) -> int:
+        """Slots of the KV cache."""
+        return round_up(self.n_ctx, SLOT_MULTIPLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows `start` to `start + n` of a pass, computed as one graph of m rows; they go to `first_slot` onwards."""
+
+    start: int
+    n: int
+    m: int
+    first_slot: int
+    n_kv: int  # slots that attention runs over
+
+
+class Workspace:
+    """Each part as a ggml tensor and, under `..._array`, as a NumPy array of the same memory."""
+
+    def __init__(self, ggml: Library, config: ModelConfig, embedding: EmbeddingRows, shape: ModelShape) -> None:
+        self._ggml = ggml
+        self._pages: list[Pages] = []
+        self._buffers: list[Buffer] = []
+        self._context = Context(ggml, 7)
+        n_rows, n_logits = padded(shape.n_batch), padded(shape.n_logits)
+        self.hidden, self.hidden_array = self._rows(F32, np.float32, n_rows, config.n_embd)
+        self.chosen, self.chosen_array = self._rows(F32, np.float32, n_logits, config.n_embd)
+        self.logits, self.logits_array = self._rows(F32, np.float32, n_logits, config.n_vocab)
+        self.mask, self._mask_array = self._rows(F16, np.float16, GRAPH_ROWS, shape.n_slots)
+        self.positions, positions = self._rows(I32, np.int32, 1, GRAPH_ROWS)
+        self.ids, ids = self._rows(I32, np.int32, 1, GRAPH_ROWS)
+        self._positions_array, self.ids_array = positions[0], ids[0]
+        self.table = self._embedding_table(embedding)
+        self._shown: Block | None = None
+
+    @staticmethod
+    def nbytes(config: ModelConfig, shape: ModelShape) -> int:
+        """Bytes that a workspace takes, before there is one."""
+        n_rows, n_logits = padded(shape.n_batch), padded(shape.n_logits)
+        floats = (n_rows + n_logits) * config.n_embd + n_logits * config.n_vocab
+        return F32_BYTES * floats + F16_BYTES * GRAPH_ROWS * shape.n_slots
+
+    def show(self, block: Block) -> None:
+        """Positions and mask for the rows of a block: each sees the slots up to its own. Padding repeats the last."""
+        if block == self._shown:
+            return
+        slots = block.first_slot + np.minimum(np.arange(block.m), block.n - 1)
+        self._positions_array[: block.m] = slots
+        mask = self._mask_array.reshape(-1)[: block.m * block.n_kv].reshape(block.m, block.n_kv)
+        np.copyto(mask, np.where(np.arange(block.n_kv) <= slots[:, None], np.float16(0), np.float16(-np.inf)))
+        self._shown = block
+
+    def close(self) -> None:
+        """Free the memory; tensors become invalid."""
+        self._context.close()
+        for buffer in self._buffers:
+            buffer.close()
+        for pages in self._pages:
+            pages.close()
+
+    def _rows(self, kind: int, dtype: DTypeLike, rows: int, length: int) -> tuple[int, NDArray[np.generic]]:
+        """A tensor [length, rows] and the array [rows, length] over it."""
+        array = self._new_pages(rows * length * np.dtype(dtype).itemsize)
+        tensor: int = self._ggml.new_tensor_2d(self._context.handle, kind, length, rows)
+        self._buffers[-1].place(tensor, self._pages[-1].address)
+        return tensor, array.view(dtype).reshape(rows, length)
+
+    def _new_pages(self, nbytes: int) -> NDArray[np.uint8]:
+        pages = Pages(nbytes)
+        self._pages.append(pages)
+        self._buffers.append(Buffer(self._ggml, pages.address, pages.nbytes))
+        return pages.bytes[:nbytes]
+
+    def _embedding_table(self, embedding: EmbeddingRows) -> int:
+        """The rows that `embedding` has loaded, as a matrix that GET_ROWS can take from."""
+        kind = embedding.table.type
+        tensor: int = self._ggml.new_tensor_2d(self._context.handle, kind, embedding.table.shape[0], embedding.n_rows)
+        self._buffers.append(Buffer(self._ggml, embedding.address, embedding.nbytes))
+        return self._buffers[-1].place(tensor, embedding.address)
