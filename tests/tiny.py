@@ -7,6 +7,7 @@ Quantises with ggml itself. Knows nothing of lever.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import zlib
 from collections.abc import Mapping
@@ -207,10 +208,53 @@ def quantise(values: NDArray[np.float32], type_name: str) -> bytes:
     return blocks.raw
 
 
+def dequantise(blocks: bytes, type_name: str) -> NDArray[np.float32]:
+    """The numbers in blocks of a ggml type, by ggml's own routine where they are quantised."""
+    if type_name in ("F32", "F16"):
+        return np.frombuffer(blocks, {"F32": "<f4", "F16": "<f2"}[type_name]).astype(np.float32)
+    if type_name == "BF16":
+        return (np.frombuffer(blocks, "<u2").astype("<u4") << 16).view("<f4").astype(np.float32)
+    n_blocks = len(blocks) // ggml().ggml_type_size(TYPE_IDS[type_name])
+    values = np.empty(n_blocks * ggml().ggml_blck_size(TYPE_IDS[type_name]), np.float32)
+    family, _, variant = type_name.partition("_")
+    name = f"{family.lower()}_{variant if variant == 'K' else variant.lower()}".rstrip("_")
+    routine = getattr(ggml(), f"dequantize_row_{name}")
+    routine.argtypes, routine.restype = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64], None
+    routine(blocks, values.ctypes.data, values.size)
+    return values
+
+
+# ggml needs 2 to 20 seconds to set up its tables before it quantises the first row to one of these. Any bits
+# are a sound block of theirs, so weights of these types are random bits under a scale.
+SLOW_TO_QUANTISE = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S")
+
+
+def random_blocks(rng: np.random.Generator, n_elements: int, type_name: str, std: float) -> bytes:
+    """Blocks of one of the types above, whose numbers have about this standard deviation."""
+    nbytes = ggml().ggml_type_size(TYPE_IDS[type_name])
+    blocks = rng.integers(0, 256, (n_elements // 256, nbytes), np.uint8)
+    _set_scale(blocks, type_name, 1.0)
+    _set_scale(blocks, type_name, std / float(dequantise(blocks.tobytes(), type_name).std()))
+    return blocks.tobytes()
+
+
+def _set_scale(blocks: NDArray[np.uint8], type_name: str, scale: float) -> None:
+    raw = np.array([scale], "<f2")
+    if type_name != "IQ1_M":
+        blocks[:, :2] = raw.view(np.uint8)
+        return
+    # The scale's four nibbles are the top nibbles of the last four 16-bit words.
+    words = blocks[:, -8:].copy().view("<u2")
+    nibbles = raw.view("<u2") >> np.array([0, 4, 8, 12], "<u2") & 15
+    blocks[:, -8:] = (words & 0x0FFF | nibbles << 12).view(np.uint8)
+
+
 @lru_cache(maxsize=512)
-def _weights(name: str, shape: tuple[int, ...], type_name: str, seed: int) -> bytes:
+def random_weights(name: str, shape: tuple[int, ...], type_name: str, seed: int) -> bytes:
     """Random weights that depend on nothing but these arguments, of a size that keeps activations near 1."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    if type_name in SLOW_TO_QUANTISE:
+        return random_blocks(rng, math.prod(shape), type_name, 1 / math.sqrt(shape[0]))
     values = rng.standard_normal(shape[::-1])
     if name == "rope_freqs.weight":
         values = np.linspace(
@@ -385,7 +429,7 @@ def tiny_fields(
     for name, shape in shapes.items():
         type_name = _type_of(name, len(shape), type)
         fields.tensors.append(
-            Tensor(name, shape, TYPE_IDS[type_name], _weights(name, shape, type_name, seed))
+            Tensor(name, shape, TYPE_IDS[type_name], random_weights(name, shape, type_name, seed))
         )
     return fields
 

@@ -155,7 +155,6 @@ def other_tensors(config: ModelConfig) -> tuple[str, ...]:
 
 # Key below the architecture's prefix, what a value in force means, values that are not in force.
 FEATURES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
-    ("expert_count", "mixture of experts (MoE)", (0,)),
     ("attn_logit_softcapping", "soft-capped attention", (0,)),
     ("final_logit_softcapping", "soft-capped logits", (0,)),
     ("logit_scale", "scaled logits", (0, 1)),
@@ -174,14 +173,16 @@ FEATURES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
 
 
 def _refuse_unsupported(gguf: GGUF, arch: str) -> None:
+    experts = gguf.metadata.get(f"{arch}.expert_count", 0) or any(
+        "ffn_gate_inp" in name for name in gguf.tensors
+    )
+    if experts:
+        raise _unsupported(gguf, f"mixture of experts (MoE) of architecture {arch!r}")
+    if arch not in NEOX:
+        raise _unsupported(gguf, f"architecture {arch!r}")
     for key, feature, neutral in FEATURES:
         if gguf.real(f"{arch}.{key}", neutral[0]) not in neutral:
             raise _unsupported(gguf, f"{feature} ({arch}.{key})")
-    experts = next((name for name in gguf.tensors if "ffn_gate_inp" in name), None)
-    if experts:
-        raise _unsupported(gguf, f"mixture of experts (MoE) (tensor {experts})")
-    if arch not in NEOX:
-        raise _unsupported(gguf, f"architecture {arch}")
     if not gguf.flag(f"{arch}.attention.causal", True):
         raise _unsupported(gguf, f"attention that is not causal ({arch}.attention.causal)")
     if f"{arch}.rope.dimension_sections" in gguf.metadata:
@@ -208,8 +209,8 @@ def _unsupported(gguf: GGUF, feature: str) -> UnsupportedModel:
 # --- metadata -----------------------------------------------------------------------------------------------
 
 
-def _positive(gguf: GGUF, key: str) -> int:
-    value = gguf.integer(key)
+def _positive(gguf: GGUF, key: str, default: int | None = None) -> int:
+    value = gguf.integer(key, default)
     if value < 1:
         raise GGUFError(f"{gguf.path}: {key} is {value}, must be at least 1; the file is damaged")
     return value
@@ -271,7 +272,7 @@ def _rope(gguf: GGUF, arch: str, head_dim: int, n_ctx_train: int) -> Rope:
     factor = gguf.real(f"{arch}.rope.scaling.factor", gguf.real(f"{arch}.rope.scale_linear", 0.0)) or 1.0
     scaling = gguf.text(f"{arch}.rope.scaling.type", "linear")
     if scaling not in ("none", "linear", "yarn"):
-        raise _unsupported(gguf, f"RoPE scaling {scaling} ({arch}.rope.scaling.type)")
+        raise _unsupported(gguf, f"RoPE scaling {scaling!r} ({arch}.rope.scaling.type)")
     if factor < 1.0:
         raise GGUFError(
             f"{gguf.path}: {arch}.rope.scaling.factor is {factor:g}, must be at least 1; get another file"
@@ -284,7 +285,7 @@ def _rope(gguf: GGUF, arch: str, head_dim: int, n_ctx_train: int) -> Rope:
         freq_base=_above_zero(gguf, f"{arch}.rope.freq_base", 10000.0),
         scaling=cast(Scaling, scaling),
         factor=factor,
-        n_ctx_orig=gguf.integer(f"{arch}.rope.scaling.original_context_length", n_ctx_train),
+        n_ctx_orig=_positive(gguf, f"{arch}.rope.scaling.original_context_length", n_ctx_train),
         attn_factor=_above_zero(gguf, f"{arch}.rope.scaling.attn_factor", 1.0),
         beta_fast=_above_zero(gguf, f"{arch}.rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=_above_zero(gguf, f"{arch}.rope.scaling.yarn_beta_slow", 1.0),

@@ -23,7 +23,9 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 
 MAX_HEADER_BYTES = 128 << 20  # a vocabulary of 262 k with its merges takes about 20 MiB
-MAX_ARRAY_ELEMENTS = 1 << 23  # over all arrays of one file
+MAX_ARRAY_ELEMENTS = 1 << 22  # over all arrays of one file; the same vocabulary has 1.3 million
+MAX_KEYS = 1 << 16
+MAX_TENSORS = 1 << 17
 MAX_KEY_BYTES = 64 << 10
 MAX_NAME_BYTES = 64  # GGML_MAX_NAME
 MAX_DIMS = 4  # GGML_MAX_DIMS
@@ -203,12 +205,18 @@ def read(path: Path | str) -> GGUF:
     not known here. StorageError: the file cannot be read.
     """
     path = Path(path)
+    try:
+        return _gguf(path, _read_all(path))
+    except OSError as error:
+        raise StorageError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
+
+
+def _read_all(path: Path) -> list[_File]:
     given = _read_file(path)
-    count = given.split_count
-    if count <= 1:
-        return _gguf(path, (given,))
+    if given.split_count <= 1:
+        return [given]
     _refuse_joined(given)
-    return _gguf(path, tuple(_read_parts(given, _part_paths(path, count))))
+    return _read_parts(given, _part_paths(path, given.split_count))
 
 
 # --- splits -----------------------------------------------------------------------------------------------
@@ -260,15 +268,12 @@ def _refuse_joined(part: _File) -> None:
 
 
 def _read_at(path: Path, offset: int, nbytes: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(nbytes)
-    except OSError as error:
-        raise _storage_error(path, error) from error
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(nbytes)
 
 
-def _gguf(path: Path, parts: tuple[_File, ...]) -> GGUF:
+def _gguf(path: Path, parts: list[_File]) -> GGUF:
     tensors: dict[str, TensorInfo] = {}
     for index, part in enumerate(parts):
         for tensor in part.tensors:
@@ -319,25 +324,18 @@ class Readable(Protocol):
 
 
 def _read_file(path: Path) -> _File:
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise StorageError(f"{path}: is not a regular file; give the path of a .gguf file")
-        with path.open("rb", buffering=0) as file:
-            return _parse(path, file, status.st_size)
-    except OSError as error:
-        raise _storage_error(path, error) from error
-
-
-def _storage_error(path: Path, error: OSError) -> StorageError:
-    return StorageError(f"{path}: cannot be read: {error.strerror or error}")
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise StorageError(f"{path}: is not a regular file; give the path of a .gguf file")
+    with path.open("rb", buffering=0) as file:
+        return _parse(path, file, status.st_size)
 
 
 def _parse(path: Path, file: Readable, size: int) -> _File:
     header = _Header(path, file, size)
     version = _check_magic_and_version(header)
-    n_tensors = header.count("number of tensors", MIN_TENSOR_BYTES)
-    n_keys = header.count("number of metadata keys", MIN_KEY_VALUE_BYTES)
+    n_tensors = header.count("number of tensors", MIN_TENSOR_BYTES, MAX_TENSORS)
+    n_keys = header.count("number of metadata keys", MIN_KEY_VALUE_BYTES, MAX_KEYS)
     metadata = _read_metadata(header, n_keys)
     alignment = _check_alignment(header, metadata)
     tensors = [_read_tensor(header) for _ in range(n_tensors)]
@@ -366,10 +364,9 @@ def _check_magic_and_version(header: _Header) -> int:
 def _read_metadata(header: _Header, n_keys: int) -> dict[str, object]:
     metadata: dict[str, object] = {}
     for _ in range(n_keys):
-        key = header.text("a metadata key", MAX_KEY_BYTES)
-        if not key or key in metadata:
-            kind = f"metadata key {key} appears twice" if key else "a metadata key is empty"
-            raise header.error(kind)
+        key = header.name("a metadata key", MAX_KEY_BYTES)
+        if key in metadata:
+            raise header.error(f"metadata key {key} appears twice")
         metadata[key] = header.value(key)
     return metadata
 
@@ -383,9 +380,7 @@ def _check_alignment(header: _Header, metadata: Mapping[str, object]) -> int:
 
 def _read_tensor(header: _Header) -> TensorInfo:
     """One entry of the directory; its offset still counts from the start of the data."""
-    name = header.text("a tensor name", MAX_NAME_BYTES)
-    if not name:
-        raise header.error("a tensor name is empty")
+    name = header.name("a tensor name", MAX_NAME_BYTES)
     n_dims = header.integer("I", f"the number of dimensions of {name}")
     if not 1 <= n_dims <= MAX_DIMS:
         raise header.error(f"tensor {name} has {n_dims} dimensions, not 1 to {MAX_DIMS}")
@@ -469,12 +464,13 @@ class _Header:
     def integer(self, code: str, what: str) -> int:
         return int.from_bytes(self.take(struct.calcsize("<" + code), what), "little")
 
-    def count(self, what: str, bytes_each: int) -> int:
-        """A number of things that take at least `bytes_each` bytes of what is left of the file."""
-        count = self.integer("Q", what)
+    def count(self, what: str, bytes_each: int, limit: int) -> int:
+        """A number of things that each take at least `bytes_each` bytes of what is left of the file."""
+        count = self.integer("Q", f"the {what}")
         left = min(self.size, MAX_HEADER_BYTES) - self.offset
-        if count * bytes_each > left:
-            raise self.error(f"the {what} is {count}, more than the {left} bytes that are left can hold")
+        most = min(left // bytes_each, limit)
+        if count > most:
+            raise self.error(f"the {what} is {count}, more than the {most} that there can be")
         return count
 
     def text(self, what: str, limit: int) -> str:
@@ -482,6 +478,13 @@ class _Header:
         if nbytes > limit:
             raise self.error(f"{what} is {nbytes} bytes long, more than {limit}")
         return self.take(nbytes, what).decode(errors="replace")
+
+    def name(self, what: str, limit: int) -> str:
+        """A string that may be shown in a message: not empty, nothing that moves a terminal's cursor."""
+        name = self.text(what, limit)
+        if not name or not name.isprintable():
+            raise self.error(f"{what} is {name[:40]!r}, which cannot be a name")
+        return name
 
     def value(self, key: str) -> object:
         kind = self.integer("I", f"the type of {key}")
@@ -496,10 +499,8 @@ class _Header:
         if kind == ARRAY:
             raise self.error(f"{key} is an array of arrays")
         size = 8 if kind == STRING else self._number_size(key, kind)
-        count = self.count(f"number of elements of {key}", size)
+        count = self.count(f"number of elements of {key}", size, self._elements_left)
         self._elements_left -= count
-        if self._elements_left < 0:
-            raise self.error(f"{key} takes the array elements of the file over {MAX_ARRAY_ELEMENTS}")
         return self._strings(key, count) if kind == STRING else self._numbers(key, kind, count)
 
     def _number_size(self, key: str, kind: int) -> int:

@@ -25,7 +25,8 @@ from lever.workspace import GRAPH_ROWS, Block, ModelShape, Workspace
 class ModelStats:
     """Figures since the model was opened."""
 
-    compute_s: float = 0.0  # inside ggml
+    layers_s: float = 0.0  # inside ggml, embedding and layers
+    projection_s: float = 0.0  # inside ggml, final norm and output projection
 
 
 class Model:
@@ -96,16 +97,23 @@ class Model:
         space, m = self._workspace, padded(len(rows))
         space.chosen_array[:m] = space.hidden_array[[*rows, *[rows[-1]] * (m - len(rows))]]
         chosen = self._begin(space.chosen, m)
-        self._run(self._transformer.final_norm(self._context, chosen, self._small["output_norm.weight"]))
+        self.stats.projection_s += self._run(
+            self._transformer.final_norm(self._context, chosen, self._small["output_norm.weight"])
+        )
         first = 0
-        for weights, band in zip(self._weights.stream(self._units.projection), self._units.band_rows, strict=True):
+        for weights, band in zip(
+            self._weights.stream(self._units.projection), self._units.band_rows, strict=True
+        ):
             (matrix,) = weights.values()
             chosen = self._begin(space.chosen, m)
             row = F32_BYTES * self.config.n_vocab
-            logits = self._ggml.view_2d(self._context.handle, space.logits, band, m, row, F32_BYTES * first)
-            self._run(self._transformer.project(self._context, chosen, matrix, logits))
+            part = self._ggml.view_2d(self._context.handle, space.logits, band, m, row, F32_BYTES * first)
+            self.stats.projection_s += self._run(
+                self._transformer.project(self._context, chosen, matrix, part)
+            )
             first += band
-        return space.logits_array[: len(rows)]
+        logits: NDArray[np.float32] = space.logits_array[: len(rows)]
+        return logits
 
     def close(self) -> None:
         """Free everything, weights included."""
@@ -129,7 +137,7 @@ class Model:
         space.ids_array[: block.m] = np.pad(where, (0, block.m - block.n), "edge")
         hidden = self._begin(space.hidden, block.m, block.start)
         ids = self._ggml.view_1d(self._context.handle, space.ids, block.m, 0)
-        self._run(self._transformer.embed(self._context, space.table, ids, hidden))
+        self.stats.layers_s += self._run(self._transformer.embed(self._context, space.table, ids, hidden))
 
     def _layer(self, layer: int, weights: Tensors, block: Block) -> None:
         space = self._workspace
@@ -147,22 +155,23 @@ class Model:
         )
         freqs = self._small.get("rope_freqs.weight")
         kv = self.kv.layers[layer]
-        self._run(self._transformer.layer(self._context, layer, weights, freqs, kv, self.kv.n_slots, rows))
+        self.stats.layers_s += self._run(
+            self._transformer.layer(self._context, layer, weights, freqs, kv, self.kv.n_slots, rows)
+        )
 
     def _begin(self, tensor: int, m: int, first: int = 0) -> int:
         """Forget the last graph; a view of m rows of hidden states in `tensor`, from row `first`."""
         self._context.reset()
         row = F32_BYTES * self.config.n_embd
-        view: int = self._ggml.view_2d(
-            self._context.handle, tensor, self.config.n_embd, m, row, first * row
-        )
+        view: int = self._ggml.view_2d(self._context.handle, tensor, self.config.n_embd, m, row, first * row)
         return view
 
-    def _run(self, graph: int) -> None:
+    def _run(self, graph: int) -> float:
+        """Compute a graph; the seconds it took."""
         self._allocator.allocate(graph)
         started = time.perf_counter()
         self._backend.compute(graph)
-        self.stats.compute_s += time.perf_counter() - started
+        return time.perf_counter() - started
 
 
 def compute_nbytes(ggml: Library, config: ModelConfig, units: ModelUnits, shape: ModelShape) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -45,7 +46,9 @@ class Block:
 class Workspace:
     """Each part as a ggml tensor and, under `..._array`, as a NumPy array of the same memory."""
 
-    def __init__(self, ggml: Library, config: ModelConfig, embedding: EmbeddingRows, shape: ModelShape) -> None:
+    def __init__(
+        self, ggml: Library, config: ModelConfig, embedding: EmbeddingRows, shape: ModelShape
+    ) -> None:
         self._ggml = ggml
         self._pages: list[Pages] = []
         self._buffers: list[Buffer] = []
@@ -86,7 +89,7 @@ class Workspace:
         for pages in self._pages:
             pages.close()
 
-    def _rows(self, kind: int, dtype: DTypeLike, rows: int, length: int) -> tuple[int, NDArray[np.generic]]:
+    def _rows(self, kind: int, dtype: DTypeLike, rows: int, length: int) -> tuple[int, NDArray[Any]]:
         """A tensor [length, rows] and the array [rows, length] over it."""
         array = self._new_pages(rows * length * np.dtype(dtype).itemsize)
         tensor: int = self._ggml.new_tensor_2d(self._context.handle, kind, length, rows)
@@ -102,6 +105,8 @@ class Workspace:
     def _embedding_table(self, embedding: EmbeddingRows) -> int:
         """The rows that `embedding` has loaded, as a matrix that GET_ROWS can take from."""
         kind = embedding.table.type
-        tensor: int = self._ggml.new_tensor_2d(self._context.handle, kind, embedding.table.shape[0], embedding.n_rows)
+        tensor: int = self._ggml.new_tensor_2d(
+            self._context.handle, kind, embedding.table.shape[0], embedding.n_rows
+        )
         self._buffers.append(Buffer(self._ggml, embedding.address, embedding.nbytes))
         return self._buffers[-1].place(tensor, embedding.address)

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import importlib.util
 import os
-from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint8, c_void_p
+from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Feature(ctypes.Structure):
     _fields_ = (("name", c_char_p), ("value", c_char_p))
 
 
-# name -> (library, result, arguments)
+# name -> (result, arguments)
 _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_version": (c_char_p, ()),
     "ggml_commit": (c_char_p, ()),
@@ -50,8 +50,7 @@ _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_row_size": (c_size_t, (c_int, c_int64)),
     "ggml_nbytes": (c_size_t, (P,)),
     "ggml_get_data": (P, (P,)),
-    "ggml_quantize_init": (None, (c_int,)),
-    "ggml_quantize_requires_imatrix": (c_bool, (c_int,)),
+    "ggml_set_input": (None, (P,)),
     "ggml_quantize_chunk": (c_size_t, (c_int, P, P, c_int64, c_int64, c_int64, P)),
     # tensors and views
     "ggml_new_tensor_1d": (P, (P, c_int, c_int64)),
@@ -213,4 +212,4 @@ def _bind(library: ctypes.CDLL, name: str, result: Any, arguments: tuple[Any, ..
     return function
 
 
-__all__ = ["DIRECTORY_VARIABLE", "VERSION", "InitParams", "Library", "c_uint8", "find_directory", "load"]
+__all__ = ["DIRECTORY_VARIABLE", "VERSION", "InitParams", "Library", "find_directory", "load"]

@@ -139,7 +139,9 @@ class GraphAllocator(_Owner):
         """Give every intermediate tensor of the graph its place."""
         if not self._ggml.gallocr_alloc_graph(self.handle, graph):
             raise LibraryError("ggml could not allocate a graph")
-        assert not self._reserved or self.nbytes == self._reserved, "a graph outgrew the planned compute buffer"
+        assert not self._reserved or self.nbytes == self._reserved, (
+            "a graph outgrew the planned compute buffer"
+        )
 
     def close(self) -> None:
         if self.handle:

@@ -46,7 +46,7 @@ def _is_there(entry: Entry, target: Path, progress: Progress) -> bool:
 
 
 def _assemble(entry: Entry, parts: Sequence[Part], target: Path, progress: Progress) -> None:
-    """Write under a temporary name, check the hash, sync, rename: the name never holds less than the model."""
+    """Write under a temporary name, check, sync, rename: the name never holds less than the model."""
     temporary = target.with_name(target.name + PART_SUFFIX)
     temporary.unlink(missing_ok=True)  # left by a process that was killed; we hold the lock
     check_space(target.parent, entry.nbytes)

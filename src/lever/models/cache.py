@@ -143,7 +143,12 @@ def _recall(path: Path) -> object:
 
 def _identity(path: Path, sha256: str) -> dict[str, object]:
     status = path.stat()
-    return {"path": str(path.resolve()), "size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": sha256}
+    return {
+        "path": str(path.resolve()),
+        "size": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "sha256": sha256,
+    }
 
 
 def _record(path: Path) -> Path:

@@ -50,6 +50,6 @@ class EmbeddingRows:
     def _read_row(self, token: int, at: int) -> None:
         start = self.table.offset + token * self._row_bytes
         lead = start % PAGE
-        span = memoryview(self._scratch.bytes)[: round_up(lead + self._row_bytes)]
+        span = self._scratch.bytes.data[: round_up(lead + self._row_bytes)]
         self._file.read_exactly(span, start - lead, lead + self._row_bytes)
         self._rows.bytes[at : at + self._row_bytes] = self._scratch.bytes[lead : lead + self._row_bytes]

@@ -25,6 +25,11 @@ class ModelUnits:
     small: int  # index of the unit with the final norm and the RoPE factors
 
     @property
+    def projection_nbytes(self) -> int:
+        """Bytes of the output projection."""
+        return sum(self.units[index].nbytes for index in self.projection)
+
+    @property
     def band_rows(self) -> tuple[int, ...]:
         """Tokens of the vocabulary in each band."""
         return tuple(self.units[index].places[0].tensor.shape[1] for index in self.projection)

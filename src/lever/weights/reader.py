@@ -53,7 +53,8 @@ class DirectFile:
         Returns the bytes that came. Short reads are continued: an interrupted or capped read is not the end.
         StorageError for what the device reports, with file and offset.
         """
-        assert offset % PAGE == 0 and len(view) % PAGE == 0
+        assert offset % PAGE == 0
+        assert len(view) % PAGE == 0
         done = 0
         while done < len(view):
             try:
@@ -120,7 +121,7 @@ def _open(path: Path, read: ReadInto) -> tuple[int, str | None]:
         return _open_buffered(path), "the file system refuses O_DIRECT"
     try:
         with Pages(PAGE) as probe:
-            read(fd, memoryview(probe.bytes), 0)
+            read(fd, probe.bytes.data, 0)
     except OSError as error:
         os.close(fd)
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):

@@ -238,7 +238,7 @@ class Store:
 
     def _read_unit(self, index: int, pages: Pages) -> Iterator[int]:
         """Read a unit's extents block by block; yields the bytes of each."""
-        memory = memoryview(pages.bytes)
+        memory = pages.bytes.data
         unit = self.units[index]
         for extent in unit.extents:
             for done in range(0, extent.nbytes, BLOCK):

@@ -64,11 +64,14 @@ def bands(tensor: TensorInfo, band_bytes: int, rows_multiple: int = 256) -> tupl
 
     The cut depends on the file alone, never on the budget, so that each product is computed the same way always.
     """
-    length, rows = tensor.shape
+    rows = tensor.shape[1]
     row_bytes = row_nbytes(tensor)
     step = max(band_bytes // row_bytes // rows_multiple, 1) * rows_multiple
     return tuple(
-        unit(f"{tensor.name}[{first}:{min(first + step, rows)}]", [_band(tensor, first, min(first + step, rows))])
+        unit(
+            f"{tensor.name}[{first}:{min(first + step, rows)}]",
+            [_band(tensor, first, min(first + step, rows))],
+        )
         for first in range(0, rows, step)
     )
 

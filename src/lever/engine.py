@@ -1,0 +1,159 @@
+"""Tokens in, tokens out: prefill, then one token per pass over the target's layers. Knows ids, never text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lever.errors import ContextOverflow, UsageError
+from lever.model import Model
+from lever.stats import RunStats
+from lever.weights.store import Store
+
+# (logits of one row, tokens before it, position of the token to be drawn) -> token
+Draw = Callable[[NDArray[np.float32], Sequence[int], int], int]
+NARROW_ROWS = 4  # passes of up to this many rows take no longer than one row
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One new token. `logits` [n_vocab] are those it was drawn from, valid until the next step."""
+
+    token: int
+    logits: NDArray[np.float32]
+    finish_reason: FinishReason | None  # set on the last step
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Threads for wide passes (prefill, bound by compute) and for narrow ones (decode, bound by reads)."""
+
+    wide: int
+    narrow: int
+
+
+class Engine:
+    """Generates with one model. The tokens whose rows are in the KV cache are kept, and a prompt that starts with
+    them goes on from there; that changes no bit of what follows.
+    """
+
+    def __init__(self, model: Model, store: Store, threads: Threads) -> None:
+        self._model = model
+        self._store = store
+        self._threads = threads
+        self._cached: list[int] = []
+
+    def steps(
+        self,
+        prompt: Sequence[int],
+        draw: Draw,
+        *,
+        max_new_tokens: int | None,
+        end_tokens: frozenset[int],
+        stats: RunStats,
+        on_prefill: Callable[[int], None] = lambda _n_tokens: None,
+    ) -> Iterator[Step]:
+        """New tokens one by one, until an end token, `max_new_tokens` or a full context.
+
+        `on_prefill` is told how many prompt tokens each pass has brought. ContextOverflow when the prompt leaves no
+        room for a new token.
+        """
+        self._check(prompt)
+        tokens = list(prompt)
+        logits = self._prefill(prompt, stats, on_prefill)
+        n_ctx = self._model.shape.n_ctx
+        limit = n_ctx if max_new_tokens is None else min(n_ctx, len(prompt) + max_new_tokens)
+        figures = _Figures(self._model, self._store, stats)
+        while True:
+            token = draw(logits, tokens, len(tokens))
+            tokens.append(token)
+            stats.new_tokens += 1
+            figures.update()
+            reason = _finish_reason(token, len(tokens), end_tokens, limit)
+            yield Step(token, logits, reason)
+            if reason is not None:
+                return
+            self._forward([token])
+            logits = self._model.project([0])[0]
+            stats.cycles += 1
+
+    def _check(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise UsageError("the prompt is empty: there is nothing to go on from")
+        n_ctx = self._model.shape.n_ctx
+        if len(prompt) >= n_ctx:
+            raise ContextOverflow(
+                f"the prompt has {len(prompt)} tokens and the context {n_ctx}: shorten it or give more with -c"
+            )
+
+    def _prefill(
+        self, prompt: Sequence[int], stats: RunStats, on_prefill: Callable[[int], None]
+    ) -> NDArray[np.float32]:
+        """Rows for the part of the prompt that is not cached; the logits after its last token."""
+        started = time.perf_counter()
+        n_cached = min(_common_prefix(self._cached, prompt), len(prompt) - 1)
+        self._model.kv.truncate(n_cached)
+        del self._cached[n_cached:]
+        stats.prompt_tokens, stats.cached_tokens = len(prompt), n_cached
+        n_batch = self._model.shape.n_batch
+        for start in range(n_cached, len(prompt), n_batch):
+            part = prompt[start : start + n_batch]
+            self._forward(part)
+            on_prefill(len(part))
+        logits: NDArray[np.float32] = self._model.project([len(part) - 1])[0]
+        stats.prefill_s = time.perf_counter() - started
+        return logits
+
+    def _forward(self, tokens: Sequence[int]) -> None:
+        wide = len(tokens) > NARROW_ROWS
+        self._model.n_threads = self._threads.wide if wide else self._threads.narrow
+        self._model.forward(tokens)
+        self._cached.extend(tokens)
+
+
+class _Figures:
+    """Brings the stats of a run up to date, from counters that go on from run to run."""
+
+    def __init__(self, model: Model, store: Store, stats: RunStats) -> None:
+        self._model, self._store, self._stats = model, store, stats
+        self._before = self._now()
+
+    def update(self) -> None:
+        """Take what has happened since the decode phase began."""
+        s = self._stats
+        s.decode_s, s.verify_s, s.project_s, s.stall_s, s.read_s, read_bytes = (
+            now - before for now, before in zip(self._now(), self._before, strict=True)
+        )
+        s.read_bytes = int(read_bytes)
+        s.python_s = s.decode_s - s.verify_s - s.project_s - s.stall_s
+
+    def _now(self) -> tuple[float, ...]:
+        model, store = self._model.stats, self._store.stats
+        return (
+            time.perf_counter(),
+            model.layers_s,
+            model.projection_s,
+            store.stall_s,
+            store.read_s,
+            store.read_bytes,
+        )
+
+
+def _finish_reason(token: int, n_tokens: int, end_tokens: frozenset[int], limit: int) -> FinishReason | None:
+    if token in end_tokens:
+        return "stop"
+    return "length" if n_tokens >= limit else None
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    for n, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return n
+    return min(len(a), len(b))

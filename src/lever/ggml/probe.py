@@ -1,0 +1,181 @@
+"""Does this ggml, on this CPU, compute what lever relies on? Small products against float64, and rows against rows.
+
+Exact speculation stands on one property: a row of a product has the same bits whatever rows are beside it, as long as
+there is a multiple of 4 of them. It is measured here rather than believed, for each type that a model has.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lever.errors import LibraryError
+from lever.ggml.lib import Library
+from lever.ggml.objects import Backend, Context, GraphAllocator
+
+F32, F16, BF16, I32 = 0, 1, 30, 26
+_NARROW: Mapping[int, Callable[[NDArray[np.float32]], NDArray[np.generic]]] = {
+    F32: lambda values: values,
+    F16: lambda values: values.astype(np.float16),
+    BF16: lambda values: (values.view(np.uint32) >> 16).astype(np.uint16),
+}
+LENGTH, N_WEIGHTS = (
+    512,
+    64,
+)  # of the small matrix; a multiple of every block length and of every repacked group
+WIDTHS = (4, 8, 16)
+CANDIDATES = 4096  # random blocks, of which the sane ones are used
+# Error over |w| |x|. Activations rounded to 8 bits give below 5e-4; a wrong kernel gives about 1/sqrt(LENGTH) = 0.04.
+MAX_ERROR = 2e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What one type does in one layout."""
+
+    type_name: str
+    layout: str  # "plain" or "repacked"
+    error: float  # largest error of a product over the lengths of its vectors
+    row_invariant: bool
+
+    @property
+    def sound(self) -> bool:
+        """Whether lever may use this type in this layout."""
+        return self.error < MAX_ERROR and self.row_invariant
+
+
+def check(ggml: Library, types: Iterable[int]) -> None:
+    """LibraryError unless each type multiplies correctly and row-invariantly in the plain layout."""
+    for kind in sorted(types):
+        found = probe(ggml, kind)
+        if found is None or not found.sound:
+            raise LibraryError(
+                f"ggml in {ggml.directory} fails its self-test for {type_name(ggml, kind)} "
+                f"({found}): see `lever doctor`, and install libggml-python again for this CPU"
+            )
+
+
+def type_name(ggml: Library, kind: int) -> str:
+    """ggml's own name of a type, in capitals as files write it."""
+    name: bytes = ggml.type_name(kind)
+    return name.decode().upper()
+
+
+@functools.cache
+def probe(ggml: Library, kind: int, repacked: bool = False) -> Probe | None:
+    """Multiply a small random matrix of this type; None where ggml does not have it in this layout."""
+    buffer_type = ggml.repack_buffer_type if repacked else ggml.backend_cpu_buffer_type()
+    if buffer_type is None:
+        return None
+    rng = np.random.default_rng(kind)
+    rows = rng.standard_normal((max(WIDTHS), LENGTH), np.float32)
+    with (
+        _Weight(ggml, kind, LENGTH, N_WEIGHTS, ggml.backend_cpu_buffer_type()) as plain,
+        _Weight(ggml, kind, LENGTH, N_WEIGHTS, buffer_type) as matrix,
+    ):
+        if not matrix.multiplies():
+            return None
+        data = _random_rows(ggml, kind, rng)
+        plain.write(data)
+        matrix.write(data)
+        weights = plain.dequantised().astype(np.float64)
+        products = {width: matrix.multiply(rows[:width]) for width in WIDTHS}
+        alone = [matrix.multiply(np.repeat(row[None], WIDTHS[0], axis=0))[0] for row in rows]
+    exact = rows.astype(np.float64) @ weights.T
+    scale = np.linalg.norm(rows, axis=1)[:, None] * np.linalg.norm(weights, axis=1)
+    widest = products[max(WIDTHS)]
+    return Probe(
+        type_name(ggml, kind),
+        "repacked" if repacked else "plain",
+        float(np.max(np.abs(widest - exact) / scale)),
+        all(np.array_equal(products[width], widest[:width]) for width in WIDTHS)
+        and np.array_equal(np.stack(alone), widest),
+    )
+
+
+def _random_rows(ggml: Library, kind: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """N_WEIGHTS rows in a type's own bytes, from random blocks whose values are of a sane size.
+
+    Any bytes are a block of a quantised type, so no quantiser is needed: those of some types take many seconds.
+    """
+    block = ggml.blck_size(kind)
+    if block == 1:
+        values = rng.standard_normal((N_WEIGHTS, LENGTH), np.float32)
+        return np.ascontiguousarray(_NARROW[kind](values)).view(np.uint8)
+    blocks = rng.integers(0, 256, (CANDIDATES, ggml.type_size(kind)), np.uint8)
+    with _Weight(ggml, kind, block, CANDIDATES, ggml.backend_cpu_buffer_type()) as candidates:
+        candidates.write(blocks)
+        largest = np.abs(candidates.dequantised()).max(axis=1)
+    sane = blocks[np.isfinite(largest) & (largest > 0.01) & (largest < 100)]
+    return rng.choice(sane, (N_WEIGHTS, LENGTH // block)).reshape(N_WEIGHTS, -1)
+
+
+class _Weight:
+    """A matrix [n, length] of one type, in memory that ggml allocated in a given buffer type; and what it computes."""
+
+    def __init__(self, ggml: Library, kind: int, length: int, n: int, buffer_type: int) -> None:
+        self._ggml = ggml
+        self._length, self._n = length, n
+        self._context = Context(ggml, 1)
+        self._backend = Backend(ggml, 1)
+        self._tensor: int = ggml.new_tensor_2d(self._context.handle, kind, length, n)
+        self._buffer = ggml.backend_alloc_ctx_tensors_from_buft(self._context.handle, buffer_type)
+
+    def multiplies(self) -> bool:
+        """Whether the CPU says that it multiplies this matrix where it lies.
+
+        To be asked before `write`: a repack buffer that does not take the type ends the process when written to.
+        """
+        with Context(self._ggml, 2) as context:
+            rows = self._ggml.new_tensor_2d(context.handle, F32, self._length, WIDTHS[0])
+            product = self._ggml.mul_mat(context.handle, self._tensor, rows)
+            return bool(self._ggml.backend_dev_supports_op(self._ggml.cpu_device, product))
+
+    def write(self, data: NDArray[np.uint8]) -> None:
+        """Put the type's bytes in place."""
+        data = np.ascontiguousarray(data)
+        self._ggml.backend_tensor_set(self._tensor, data.ctypes.data, 0, data.nbytes)
+
+    def dequantised(self) -> NDArray[np.float32]:
+        """The weights that the type's bytes stand for."""
+        with Context(self._ggml, 4, 4) as context:
+            ids = self._ggml.new_tensor_1d(context.handle, I32, self._n)
+            rows = self._ggml.get_rows(context.handle, self._tensor, ids)
+            return self._run(context, rows, ids, np.arange(self._n, dtype=np.int32), (self._n, self._length))
+
+    def multiply(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Products [rows, n] of rows [rows, length]."""
+        with Context(self._ggml, 4, 4) as context:
+            inputs = self._ggml.new_tensor_2d(context.handle, F32, self._length, len(rows))
+            product = self._ggml.mul_mat(context.handle, self._tensor, inputs)
+            return self._run(context, product, inputs, np.ascontiguousarray(rows), (len(rows), self._n))
+
+    def _run(
+        self, context: Context, result: int, tensor: int, inputs: NDArray[np.generic], shape: tuple[int, int]
+    ) -> NDArray[np.float32]:
+        graph = context.new_graph()
+        self._ggml.set_input(tensor)
+        self._ggml.build_forward_expand(graph, result)
+        out = np.empty(shape, np.float32)
+        with GraphAllocator(self._ggml) as allocator:
+            allocator.allocate(graph)
+            self._ggml.backend_tensor_set(tensor, inputs.ctypes.data, 0, inputs.nbytes)
+            self._backend.compute(graph)
+            self._ggml.backend_tensor_get(result, out.ctypes.data, 0, out.nbytes)
+        return out
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ggml.backend_buffer_free(self._buffer)
+        self._backend.close()
+        self._context.close()

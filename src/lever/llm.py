@@ -1,0 +1,191 @@
+"""Text in, text out: the tokenizer, the chat template, the sampler and the engine, put together for one model."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from lever import gguf as gguf_file
+from lever.chat import ChatTemplate
+from lever.engine import Engine, FinishReason, Step, Threads
+from lever.errors import TemplateError
+from lever.gguf import GGUF
+from lever.loader import LoadedModel, ModelSettings, Progress
+from lever.memory import peak_rss_bytes
+from lever.sample import Sampler
+from lever.settings import SamplerSettings
+from lever.stats import RunStats
+from lever.text import StopMatcher
+from lever.tokenizer import StreamDecoder, Tokenizer
+
+log = logging.getLogger(__name__)
+
+# Lists that only the tokenizer needs; they weigh tens of megabytes as Python objects.
+VOCABULARY_KEYS = ("tokens", "merges", "scores", "token_type")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSettings:
+    """One request: how tokens are drawn, and when to stop."""
+
+    sampler: SamplerSettings
+    max_new_tokens: int | None = None  # None: until an end token or a full context
+    stops: Sequence[str] = ()
+    ignore_eos: bool = False
+
+
+class LLM:
+    """A model that answers. One request at a time."""
+
+    def __init__(
+        self, path: Path, settings: ModelSettings, *, name: str = "", progress: Progress | None = None
+    ) -> None:
+        """Read the file's header, build the tokenizer, then plan and load. Errors as in `lever.errors`."""
+        gguf = gguf_file.read(path)
+        self.name = name or str(path)
+        self.tokenizer = Tokenizer.from_gguf(gguf)
+        self.template = ChatTemplate.from_gguf(gguf, self.tokenizer)
+        self.loaded = _load(_without_vocabulary(gguf), settings, progress)
+        self._settings = settings
+        self._engine = Engine(
+            self.loaded.model, self.loaded.store, Threads(settings.n_threads, settings.n_threads)
+        )
+
+    def encode_raw(self, text: str) -> list[int]:
+        """Tokens of a prompt without a chat template: special tokens in the text count, as for llama.cpp's -p."""
+        ids = self.tokenizer.encode(text, add_special=True, parse_special=True)
+        if self.tokenizer.add_bos and ids[:2] == [self.tokenizer.bos_id] * 2:
+            log.warning("the prompt begins with the start token, and the model adds one: there are two now")
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, object]], **kwargs: object) -> list[int]:
+        """Tokens of a conversation in the model's own template, ready for its answer."""
+        if self.template is None:
+            raise TemplateError(f"{self.name} has no chat template: use --raw to go on from the bare text")
+        return self.template.encode(self.tokenizer, messages, **kwargs)
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        settings: GenerationSettings,
+        on_prefill: Callable[[int], None] = lambda _n_tokens: None,
+    ) -> Generation:
+        """Start an answer; iterate over it for its text."""
+        return Generation(self, prompt, settings, on_prefill)
+
+    def close(self) -> None:
+        """Give everything back. Safe to call twice."""
+        self.loaded.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _steps(
+        self,
+        prompt: Sequence[int],
+        settings: GenerationSettings,
+        stats: RunStats,
+        on_prefill: Callable[[int], None],
+    ) -> Iterator[Step]:
+        sampler = Sampler(_without_end(settings, self.tokenizer), self.loaded.config.n_vocab)
+        return self._engine.steps(
+            prompt,
+            sampler.draw,
+            max_new_tokens=settings.max_new_tokens,
+            end_tokens=frozenset() if settings.ignore_eos else self.tokenizer.eog_ids,
+            stats=stats,
+            on_prefill=on_prefill,
+        )
+
+    def _new_stats(self, seed: int) -> RunStats:
+        loaded = self.loaded
+        return RunStats(
+            direct_io=loaded.store.direct_io,
+            dram_budget_bytes=loaded.plan.budget,
+            dram_planned_bytes=loaded.plan.total,
+            pinned_layers=loaded.n_pinned_layers,
+            layers=loaded.config.n_layers,
+            n_ctx=loaded.shape.n_ctx,
+            seed=seed,
+            model=self.name,
+            ggml=loaded.ggml.version_text,
+        )
+
+
+class Generation:
+    """One answer while it comes: iterate for its text, in whole characters. Figures and ids are up to date always."""
+
+    def __init__(
+        self, llm: LLM, prompt: Sequence[int], settings: GenerationSettings, on_prefill: Callable[[int], None]
+    ) -> None:
+        self.text = ""
+        self.tokens: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.stats = llm._new_stats(settings.sampler.seed)
+        self._steps = llm._steps(prompt, settings, self.stats, on_prefill)
+        self._end_tokens = llm.tokenizer.eog_ids
+        self._decoder = StreamDecoder(llm.tokenizer)
+        self._stops = StopMatcher(settings.stops)
+
+    def __iter__(self) -> Iterator[str]:
+        for step in self._steps:
+            piece, stopped = self._take(step)
+            if piece:
+                self.text += piece
+                yield piece
+            if stopped:
+                self.finish_reason = "stop"
+                break
+        else:
+            tail = self._last_text()
+            if tail:
+                self.text += tail
+                yield tail
+        self.stats.peak_rss_bytes = peak_rss_bytes()
+
+    def _take(self, step: Step) -> tuple[str, bool]:
+        """Text that a step makes safe to show, and whether it completes a stop string."""
+        self.tokens.append(step.token)
+        self.finish_reason = step.finish_reason
+        return self._stops.feed(self._decoder.feed(step.token))
+
+    def _last_text(self) -> str:
+        """What was held back for the rest of a character or of a stop string."""
+        piece, stopped = self._stops.feed(self._decoder.flush())
+        if stopped:
+            self.finish_reason = "stop"
+            return piece
+        return piece + self._stops.flush()
+
+
+def _load(gguf: GGUF, settings: ModelSettings, progress: Progress | None) -> LoadedModel:
+    # The header's lists are garbage by now. What malloc keeps of them would be planned for as memory in use.
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)
+    return LoadedModel(gguf, settings, progress=progress)
+
+
+def _without_vocabulary(gguf: GGUF) -> GGUF:
+    dropped = {f"tokenizer.ggml.{key}" for key in VOCABULARY_KEYS}
+    return replace(gguf, metadata={key: value for key, value in gguf.metadata.items() if key not in dropped})
+
+
+def _without_end(settings: GenerationSettings, tokenizer: Tokenizer) -> SamplerSettings:
+    """With ignore_eos no end token can be drawn, as in llama.cpp."""
+    if not settings.ignore_eos:
+        return settings.sampler
+    banned = dict.fromkeys(tokenizer.eog_ids, -float("inf"))
+    return replace(settings.sampler, logit_bias={**settings.sampler.logit_bias, **banned})

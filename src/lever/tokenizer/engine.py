@@ -1,0 +1,74 @@
+"""Builds the Rust tokenizer of a vocabulary: merges, ranks, pre-tokenizer. Knows no special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from lever.errors import TokenizerError
+from lever.tokenizer.pre import PreTokenizer
+from lever.tokenizer.spelling import SentencePiece
+from lever.tokenizer.vocabulary import Kind, Vocabulary
+
+
+def byte_level_engine(vocabulary: Vocabulary, merges: list[bytes], pre: PreTokenizer) -> tokenizers.Tokenizer:
+    """BPE by the file's list of merges, on words cut by `pre`. Bytes without a token are left out."""
+    tokens = vocabulary.encodable()
+    pairs = list(_checked_merges(vocabulary, merges, tokens))
+    engine = tokenizers.Tokenizer(models.BPE(vocab=tokens, merges=pairs, ignore_merges=pre.ignore_merges))
+    cuts = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns]
+    alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    engine.pre_tokenizer = pre_tokenizers.Sequence([*cuts, alphabet])
+    return engine
+
+
+def _checked_merges(
+    vocabulary: Vocabulary, merges: list[bytes], tokens: dict[str, int]
+) -> Iterator[tuple[str, str]]:
+    """The merges as pairs, without those that would make a control or unused token out of plain text."""
+    texts, ids = vocabulary.texts, vocabulary.ids
+    for rank, merge in enumerate(merges):
+        try:
+            left, right = merge.decode().split(" ")
+            parts = texts[ids[left]], texts[ids[right]]  # the strings there are, not two new ones per merge
+            product = ids[left + right]
+        except (ValueError, KeyError):
+            raise TokenizerError(
+                f"{vocabulary.where}: merge {rank}, {merge!r}, does not join two tokens into a third; "
+                f"convert the model again"
+            ) from None
+        if texts[product] in tokens and left in tokens and right in tokens:
+            yield parts
+
+
+def sentencepiece_engine(vocabulary: Vocabulary, scores: list[float]) -> tokenizers.Tokenizer:
+    """SentencePiece's BPE: of all neighbours that form a token, those with the best score are joined first.
+
+    Written as ranked merges: every way to cut a token into two tokens is a merge, ranked by the score of the
+    token. Different tokens of one score would be joined from left to right there and by id here; the trainer
+    of SentencePiece gives each token another score.
+    """
+    tokens = vocabulary.encodable()
+    _check_bytes(vocabulary.where, tokens)
+    joinable = {text for text, token in tokens.items() if vocabulary.kinds[token] != Kind.BYTE}
+    pairs = [
+        pair
+        for text in sorted(joinable, key=lambda text: (-scores[tokens[text]], tokens[text]))
+        for pair in _halves(text, joinable)
+    ]
+    return tokenizers.Tokenizer(models.BPE(vocab=tokens, merges=pairs, byte_fallback=True))
+
+
+def _halves(text: str, joinable: set[str]) -> Iterator[tuple[str, str]]:
+    cuts = ((text[:at], text[at:]) for at in range(1, len(text)))
+    return ((left, right) for left, right in cuts if left in joinable and right in joinable)
+
+
+def _check_bytes(where: Path, tokens: dict[str, int]) -> None:
+    spelling = SentencePiece(add_space_prefix=False)
+    missing = next((spelling.byte(value) for value in range(256) if spelling.byte(value) not in tokens), None)
+    if missing:
+        raise TokenizerError(f"{where}: the vocabulary has no token {missing}; convert the model again")
