@@ -113,9 +113,7 @@ def _rope_turns(
         def pair_that_turns(times: float) -> float:
             return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(base))
 
-        low = max(
-            0, math.floor(pair_that_turns(_number(metadata, f"{arch}.rope.scaling.yarn_beta_fast", 32.0)))
-        )
+        low = max(0, math.floor(pair_that_turns(_number(metadata, f"{arch}.rope.scaling.yarn_beta_fast", 32.0))))
         slow = _number(metadata, f"{arch}.rope.scaling.yarn_beta_slow", 1.0)
         high = min(dim - 1, math.ceil(pair_that_turns(slow)))
         kept = 1 - np.clip((pairs - low) / max(0.001, high - low), 0, 1)  # fast pairs keep their speed

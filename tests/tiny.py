@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import libggml  # type: ignore[import-untyped]  # the package has no types
 import numpy as np
@@ -171,10 +171,13 @@ TYPE_IDS |= {"IQ4_NL": 20, "IQ3_S": 21, "IQ2_S": 22, "IQ4_XS": 23, "IQ1_M": 29, 
 TYPE_IDS |= {"TQ2_0": 35, "MXFP4": 39, "NVFP4": 40, "Q1_0": 41, "Q2_0": 42}
 
 
+LIBRARIES = Path(libggml.__file__).parent / "lib"
+
+
 @cache
 def ggml() -> ctypes.CDLL:
     """ggml's base library with the few calls that fixtures need."""
-    library = ctypes.CDLL(str(Path(libggml.__file__).parent / "lib" / "libggml-base.so"))
+    library = ctypes.CDLL(str(LIBRARIES / "libggml-base.so"))
     library.ggml_quantize_chunk.restype = ctypes.c_size_t
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, number, number, number, pointer]
@@ -194,9 +197,7 @@ def quantise(values: NDArray[np.float32], type_name: str) -> bytes:
         return values.astype("<f2").tobytes()
     if type_name == "BF16":
         bits = values.astype("<f4").view("<u4").astype(np.uint64)
-        return (
-            ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
-        )  # to nearest, ties to even
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()  # to nearest, ties to even
     values = np.ascontiguousarray(np.atleast_2d(values), dtype=np.float32)
     rows, row = values.shape
     type_id = TYPE_IDS[type_name]
@@ -257,9 +258,7 @@ def random_weights(name: str, shape: tuple[int, ...], type_name: str, seed: int)
         return random_blocks(rng, math.prod(shape), type_name, 1 / math.sqrt(shape[0]))
     values = rng.standard_normal(shape[::-1])
     if name == "rope_freqs.weight":
-        values = np.linspace(
-            1.0, 8.0, shape[0]
-        )  # as Llama 3.1: fast pairs stay, slow ones turn 8 times slower
+        values = np.linspace(1.0, 8.0, shape[0])  # as Llama 3.1: fast pairs stay, slow ones turn 8 times slower
     elif name.endswith("norm.weight"):
         values = 1.0 + 0.1 * values
     elif name.endswith("bias"):
@@ -323,9 +322,7 @@ def bpe_vocabulary(n_vocab: int | None) -> dict[str, object]:
     }
 
 
-SPM_WORDS = (
-    "▁t he ▁the in re on er at ▁a ou ▁s ▁w is it en or es ▁c nd ▁o ing ▁of ▁to ▁and ll ell hell lo ▁h ▁hell"
-)
+SPM_WORDS = "▁t he ▁the in re on er at ▁a ou ▁s ▁w is it en or es ▁c nd ▁o ing ▁of ▁to ▁and ll ell hell lo ▁h ▁hell"
 
 
 def spm_vocabulary(n_vocab: int | None) -> dict[str, object]:
@@ -382,18 +379,19 @@ def tiny_fields(
     context_length: int = 512,
     scaling: Mapping[str, object] | None = None,
     metadata: Mapping[str, object] | None = None,
-    tokenizer: Literal["bpe", "spm"] | None = "bpe",
+    tokenizer: Literal["bpe", "spm"] | bool = True,
 ) -> Fields:
     """A small random model. The same seed gives the same weights whatever else differs.
 
     type: of all matrices, or by tensor name, by kind ("attn_q", "token_embd") and "*" for the rest.
     n_vocab: None rounds the vocabulary up to 64. bias: None is what the architecture usually has; True gives
     attn_output one as well. scaling: keys below `rope.scaling.`. metadata: whole keys; None removes one.
+    tokenizer: True is "bpe", False leaves the vocabulary out.
     """
     dim = n_embd // n_heads if head_dim is None else head_dim
     vocabulary: dict[str, object] = {}
     if tokenizer:
-        vocabulary = bpe_vocabulary(n_vocab) if tokenizer == "bpe" else spm_vocabulary(n_vocab)
+        vocabulary = spm_vocabulary(n_vocab) if tokenizer == "spm" else bpe_vocabulary(n_vocab)
     tokens = vocabulary.get("tokenizer.ggml.tokens")
     n_rows = len(tokens) if isinstance(tokens, list) else (n_vocab or 384)
     keys: dict[str, object] = {
@@ -428,9 +426,7 @@ def tiny_fields(
         shapes["rope_freqs.weight"] = (dim // 2,)
     for name, shape in shapes.items():
         type_name = _type_of(name, len(shape), type)
-        fields.tensors.append(
-            Tensor(name, shape, TYPE_IDS[type_name], random_weights(name, shape, type_name, seed))
-        )
+        fields.tensors.append(Tensor(name, shape, TYPE_IDS[type_name], random_weights(name, shape, type_name, seed)))
     return fields
 
 
@@ -467,9 +463,9 @@ def _type_of(name: str, n_dims: int, types: str | Mapping[str, str]) -> str:
     return types.get(kind, types["*"])
 
 
-def tiny_model(path: Path, *, splits: int = 1, align_tail: bool = True, **shape: object) -> Path:
+def tiny_model(path: Path, *, splits: int = 1, align_tail: bool = True, **shape: Any) -> Path:
     """Write `tiny_fields(**shape)`; the path to give to a reader, which is part one if `splits` > 1."""
-    fields = tiny_fields(**shape)  # type: ignore[arg-type]  # its own signature checks them, at run time
+    fields = tiny_fields(**shape)
     if splits > 1:
         return write_splits(fields, path, splits)
     return fields.write(path, align_tail=align_tail)

@@ -173,10 +173,8 @@ FEATURES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
 
 
 def _refuse_unsupported(gguf: GGUF, arch: str) -> None:
-    experts = gguf.metadata.get(f"{arch}.expert_count", 0) or any(
-        "ffn_gate_inp" in name for name in gguf.tensors
-    )
-    if experts:
+    routers = [name for name in gguf.tensors if "ffn_gate_inp" in name]
+    if routers or gguf.metadata.get(f"{arch}.expert_count", 0):
         raise _unsupported(gguf, f"mixture of experts (MoE) of architecture {arch!r}")
     if arch not in NEOX:
         raise _unsupported(gguf, f"architecture {arch!r}")
@@ -246,11 +244,11 @@ def _head_dim(gguf: GGUF, arch: str, n_embd: int, n_heads: int) -> int:
             f"{gguf.path}: {arch}.attention.head_count is {n_heads}, which does not divide "
             f"{arch}.embedding_length {n_embd}; the file is damaged"
         )
-    head_dim = gguf.integer(key, n_embd // n_heads)
+    head_dim = _positive(gguf, key, n_embd // n_heads)
     if gguf.integer(value, n_embd // n_heads) != head_dim:
         raise _unsupported(gguf, f"values of another length than keys ({key}, {value})")
     scale = gguf.real(f"{arch}.attention.scale", 0.0)
-    if scale and not math.isclose(scale * scale * head_dim, 1.0, rel_tol=1e-4):
+    if scale and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-4):
         raise _unsupported(gguf, f"an attention scale of {scale:g} ({arch}.attention.scale)")
     return head_dim
 
@@ -274,9 +272,7 @@ def _rope(gguf: GGUF, arch: str, head_dim: int, n_ctx_train: int) -> Rope:
     if scaling not in ("none", "linear", "yarn"):
         raise _unsupported(gguf, f"RoPE scaling {scaling!r} ({arch}.rope.scaling.type)")
     if factor < 1.0:
-        raise GGUFError(
-            f"{gguf.path}: {arch}.rope.scaling.factor is {factor:g}, must be at least 1; get another file"
-        )
+        raise GGUFError(f"{gguf.path}: {arch}.rope.scaling.factor is {factor:g}, must be at least 1; get another file")
     if scaling == "none" or (scaling == "linear" and factor == 1.0):
         scaling, factor = "none", 1.0
     return Rope(

@@ -156,9 +156,7 @@ class GGUF:
             return (self.integer(key, default),) * n_layers
         values = tuple(self.integers(key))
         if len(values) != n_layers:
-            raise GGUFError(
-                f"{self.path}: {key} has {len(values)} values for {n_layers} layers; the file is damaged"
-            )
+            raise GGUFError(f"{self.path}: {key} has {len(values)} values for {n_layers} layers; the file is damaged")
         return values
 
     def _get(self, key: str, default: T | None, wanted: str, convert: Callable[[object], T | None]) -> T:
@@ -393,9 +391,7 @@ def _read_tensor(header: _Header) -> TensorInfo:
     if info is None:
         raise _unknown_type(header.path, name, type_id)
     if shape[0] % info.block:
-        raise header.error(
-            f"tensor {name} has rows of {shape[0]}, not a multiple of {info.block} ({info.name})"
-        )
+        raise header.error(f"tensor {name} has rows of {shape[0]}, not a multiple of {info.block} ({info.name})")
     offset = header.integer("Q", f"the offset of {name}")
     return TensorInfo(name, shape, type_id, 0, offset, elements // info.block * info.nbytes)
 
@@ -414,9 +410,7 @@ def _check_places(header: _Header, tensors: list[TensorInfo], start: int, alignm
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         end = tensor.offset + tensor.nbytes
         if (tensor.offset - start) % alignment:
-            raise header.error(
-                f"tensor {tensor.name} lies at byte {tensor.offset}, not aligned to {alignment}"
-            )
+            raise header.error(f"tensor {tensor.name} lies at byte {tensor.offset}, not aligned to {alignment}")
         if tensor.offset < previous_end:
             raise header.error(f"tensors {previous} and {tensor.name} overlap at byte {tensor.offset}")
         if end > header.size:
@@ -551,7 +545,8 @@ class _Header:
             raise self.error(f"{what} needs {nbytes} bytes, a header may have {MAX_HEADER_BYTES}")
         pieces = [self._buffer[self._pos :]]
         while have < nbytes:
-            piece = self._file.read(max(CHUNK_BYTES, nbytes - have))
+            room = min(self.size, MAX_HEADER_BYTES) - self.offset - have
+            piece = self._file.read(min(max(CHUNK_BYTES, nbytes - have), room))
             if not piece:
                 raise StorageError(
                     f"{self.path}: reading stopped at byte {self.offset + have} of {self.size}; "

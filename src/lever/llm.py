@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from lever import gguf as gguf_file
+from lever.arch import ModelConfig
 from lever.chat import ChatTemplate
 from lever.engine import Engine, FinishReason, Step, Threads
 from lever.errors import TemplateError
@@ -51,7 +52,7 @@ class LLM:
         self.name = name or str(path)
         self.tokenizer = Tokenizer.from_gguf(gguf)
         self.template = ChatTemplate.from_gguf(gguf, self.tokenizer)
-        self.loaded = _load(_without_vocabulary(gguf), settings, progress)
+        self.loaded = _load(_without_vocabulary(gguf), ModelConfig.from_gguf(gguf), settings, progress)
         self._settings = settings
         self._engine = Engine(
             self.loaded.model, self.loaded.store, Threads(settings.n_threads, settings.n_threads)
@@ -169,13 +170,13 @@ class Generation:
         return piece + self._stops.flush()
 
 
-def _load(gguf: GGUF, settings: ModelSettings, progress: Progress | None) -> LoadedModel:
+def _load(gguf: GGUF, config: ModelConfig, settings: ModelSettings, progress: Progress | None) -> LoadedModel:
     # The header's lists are garbage by now. What malloc keeps of them would be planned for as memory in use.
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
-    return LoadedModel(gguf, settings, progress=progress)
+    return LoadedModel(gguf, config, settings, progress=progress)
 
 
 def _without_vocabulary(gguf: GGUF) -> GGUF:

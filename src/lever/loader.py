@@ -78,6 +78,7 @@ class LoadedModel:
     def __init__(
         self,
         gguf: GGUF,
+        config: ModelConfig,
         settings: ModelSettings,
         *,
         ledger: Ledger | None = None,
@@ -85,11 +86,11 @@ class LoadedModel:
     ) -> None:
         """Plan, then allocate. DoesNotFit, naming the parts, before anything large is read or allocated."""
         self.gguf = gguf
-        self.config = ModelConfig.from_gguf(gguf)
+        self.config = config
         self.ggml = load()
-        self.units = model_units(gguf, self.config)
+        self.units = model_units(gguf, config)
         check(self.ggml, {place.tensor.type for unit in self.units.units for place in unit.places})
-        self.shape, self.plan = plan(self.ggml, self.config, self.units, settings)
+        self.shape, self.plan = plan(self.ggml, config, self.units, settings)
         self.ledger = ledger or Ledger(settings.dram)
         self._cleanup = ExitStack()
         with ExitStack() as stack:

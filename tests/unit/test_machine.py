@@ -77,9 +77,7 @@ def test_D10_the_affinity_of_the_process_is_respected(tmp_path: Path) -> None:
         ("max 100000", (4, 5, 6, 7)),
     ],
 )
-def test_D10_a_v2_quota_cuts_the_number_and_keeps_the_best(
-    tmp_path: Path, quota: str, cores: tuple[int, ...]
-) -> None:
+def test_D10_a_v2_quota_cuts_the_number_and_keeps_the_best(tmp_path: Path, quota: str, cores: tuple[int, ...]) -> None:
     files = V2 | {"sys/fs/cgroup/a/cpu.max": quota} | cpus("cpu_capacity", [250] * 4 + [800, 810, 900, 1024])
     assert performance_cores(machine(tmp_path, files), range(8)) == cores
 
@@ -97,9 +95,7 @@ def test_D10_a_v1_quota_of_a_parent_counts_too(tmp_path: Path, quota: str, cores
 
 def test_D10_of_two_threads_of_a_core_one_is_used(tmp_path: Path) -> None:
     names = {0: "0,4", 1: "1,5", 2: "2-3", 3: "2-3", 4: "0,4", 5: "1,5"}
-    files = {
-        f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": text for n, text in names.items()
-    }
+    files = {f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": text for n, text in names.items()}
     root = machine(tmp_path, files)
     assert performance_cores(root, range(6)) == (0, 1, 2)
     assert performance_cores(root, {3, 4, 5}) == (3, 4, 5)
@@ -116,9 +112,7 @@ def test_this_machine_has_a_fast_core() -> None:
 
 def test_D13_features_of_a_phone_have_ggml_names(tmp_path: Path) -> None:
     words = "fp asimd evtstrm aes crc32 atomics fphp asimdhp cpuid asimdrdm asimddp sve i8mm bf16"
-    root = machine(
-        tmp_path, {"proc/cpuinfo": f"processor\t: 0\nFeatures\t: {words}\nCPU part\t: 0xd4d\n\n" * 2}
-    )
+    root = machine(tmp_path, {"proc/cpuinfo": f"processor\t: 0\nFeatures\t: {words}\nCPU part\t: 0xd4d\n\n" * 2})
     assert cpu_features(root) == {"NEON", "ARM_FMA", "FP16_VA", "DOTPROD", "MATMUL_INT8", "SVE"}
 
 
@@ -147,9 +141,7 @@ def test_the_deepest_and_latest_mount_holds_a_path(tmp_path: Path) -> None:
         "4 1 0:31 / /database rw - tmpfs tmpfs rw\n"
     )
     root = machine(tmp_path, {"proc/self/mountinfo": lines})
-    assert filesystem_of(Path("/data/models/x.gguf"), root) == FileSystem(
-        Path("/data"), "f2fs", "/dev/block/dm-5"
-    )
+    assert filesystem_of(Path("/data/models/x.gguf"), root) == FileSystem(Path("/data"), "f2fs", "/dev/block/dm-5")
     assert filesystem_of(Path("/home"), root).type == "ext4"
 
 
@@ -174,9 +166,7 @@ def test_the_file_system_of_this_directory_is_that_of_its_device_number(tmp_path
 
 @pytest.mark.parametrize(("text", "rotates"), [("1\n", True), ("0\n", False)])
 def test_a_partition_rotates_as_its_disk_does(tmp_path: Path, text: str, rotates: bool) -> None:
-    root = machine(
-        tmp_path, {"sys/devices/ata/sda/queue/rotational": text, "sys/devices/ata/sda/sda1/size": "1"}
-    )
+    root = machine(tmp_path, {"sys/devices/ata/sda/queue/rotational": text, "sys/devices/ata/sda/sda1/size": "1"})
     (root / "sys/class/block").mkdir(parents=True)
     for name, place in {"sda": "sda", "sda1": "sda/sda1"}.items():
         (root / "sys/class/block" / name).symlink_to(f"../../devices/ata/{place}")

@@ -25,9 +25,7 @@ from lever.memory import (
 
 MIB = 1024**2
 GIB = 1024**3
-MEMINFO = (
-    "MemTotal:        8388608 kB\nMemFree:         1048576 kB\nMemAvailable:    6291456 kB\n"  # 8 and 6 GiB
-)
+MEMINFO = "MemTotal:        8388608 kB\nMemFree:         1048576 kB\nMemAvailable:    6291456 kB\n"  # 8 and 6 GiB
 V1_NO_LIMIT = 0x7FFFFFFFFFFFF000
 V1_MOUNT = "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
 V2_MOUNT = "41 31 0:38 {root} /sys/fs/cgroup rw,relatime shared:9 - cgroup2 cgroup2 rw\n"
@@ -268,9 +266,7 @@ def test_a_full_group_leaves_nothing_rather_than_less(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("meminfo", ["", "MemTotal: 8 kB\n"])
-def test_a_machine_that_does_not_tell_its_memory_asks_for_a_fixed_amount(
-    tmp_path: Path, meminfo: str
-) -> None:
+def test_a_machine_that_does_not_tell_its_memory_asks_for_a_fixed_amount(tmp_path: Path, meminfo: str) -> None:
     with pytest.raises(StorageError, match=r"meminfo does not tell Mem.*--dram as a fixed amount"):
         available_memory(machine(tmp_path, {"proc/meminfo": meminfo}))
 

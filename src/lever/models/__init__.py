@@ -73,23 +73,29 @@ def _own_files() -> list[Path]:
 
 def remove(name: str) -> int:
     """Delete a listed model; the bytes freed. Only what list_models() shows can be deleted."""
-    if name.startswith(hub.PREFIX):
-        return _remove_from_hub(name)
+    try:
+        return _remove_from_hub(name) if name.startswith(hub.PREFIX) else _remove_own(name)
+    except OSError as error:
+        raise StorageError(f"{name} cannot be removed: {error.filename}: {error.strerror or error}") from error
+
+
+def _remove_own(name: str) -> int:
     path = next((path for path in _own_files() if path.stem == name), None)
     if path is None:
-        raise UsageError(f"no model {name!r} in the cache{_known(name, (m.name for m in list_models()))}")
-    try:
-        with cache.exclusive(name, Silent()):
-            freed = path.lstat().st_size
-            cache.forget(path)
-            path.unlink()
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be removed: {error.strerror or error}") from error
+        raise _not_cached(name)
+    with cache.exclusive(name, Silent()):
+        freed = path.lstat().st_size
+        cache.forget(path)
+        path.unlink()
     return freed
 
 
 def _remove_from_hub(name: str) -> int:
     model = hub.cached(hub.parse(name))
     if model is None:
-        raise UsageError(f"no model {name!r} in the cache{_known(name, (m.name for m in list_models()))}")
+        raise _not_cached(name)
     return hub.remove(model.files)
+
+
+def _not_cached(name: str) -> UsageError:
+    return UsageError(f"no model {name!r} in the cache{_known(name, (m.name for m in list_models()))}")

@@ -8,12 +8,14 @@ nothing is deleted from it but by that library.
 from __future__ import annotations
 
 import errno
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,9 +98,7 @@ def fetch(text: str, *, offline: bool, progress: Progress) -> Path:
 def _fetch_offline(text: str, reference: Reference) -> Path:
     model = cached(reference)
     if model is None:
-        raise DownloadError(
-            f"{text} is not in the cache: fetch it without --offline and HF_HUB_OFFLINE first"
-        )
+        raise DownloadError(f"{text} is not in the cache: fetch it without --offline and HF_HUB_OFFLINE first")
     _complete(model.repo, model.parts)
     _check_magic(model.path)
     return model.path
@@ -114,9 +114,7 @@ def choose(reference: Reference, names: Iterable[str]) -> tuple[str, ...]:
         found = next((parts for parts in models if reference.file in parts), None)
     if found is None:
         offer = ", ".join(parts[0] for parts in models) or "no GGUF file of a language model"
-        raise DownloadError(
-            f"{reference.repo} has no {reference.file or reference.quant or 'model'}, it has {offer}"
-        )
+        raise DownloadError(f"{reference.repo} has no {reference.file or reference.quant or 'model'}, it has {offer}")
     return found
 
 
@@ -137,12 +135,11 @@ def _of_quant(models: list[tuple[str, ...]], quant: str | None) -> tuple[str, ..
 
 def _complete(repo: str, parts: tuple[str, ...]) -> tuple[str, ...]:
     split = _SPLIT.search(parts[0])
-    count = int(split[2]) if split else 1
-    if split is not None and len(parts) != count:
-        names = (_SPLIT.sub(f"-{number:05}-of-{split[2]}.gguf", parts[0]) for number in range(1, count + 1))
-        raise DownloadError(
-            f"{repo} lacks parts of the model: {', '.join(n for n in names if n not in parts)}"
-        )
+    if split is not None and len(parts) < int(split[2]):
+        numbers = range(1, int(split[2]) + 1)
+        expected = (_SPLIT.sub(f"-{number:05}-of-{split[2]}.gguf", parts[0]) for number in numbers)
+        missing = ", ".join(islice((name for name in expected if name not in parts), 5))
+        raise DownloadError(f"{repo} has {len(parts)} of the {split[2]} parts of the model, it lacks {missing}")
     return parts
 
 
@@ -151,7 +148,7 @@ def _list(repo: str) -> Mapping[str, _Listed]:
 
     try:
         info = HfApi(endpoint=constants.ENDPOINT).model_info(repo, files_metadata=True)
-    except (ValueError, KeyError, TypeError) as error:  # not JSON, or JSON of another kind
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise DownloadError(
             f"{constants.ENDPOINT} does not answer like a model hub for {repo}: "
             "is a proxy or login page in between, or HF_ENDPOINT wrong?"
@@ -179,9 +176,7 @@ def _download(repo: str, file: _Listed, progress: Progress) -> Path:
     path = Path(hf_hub_download(repo, file.name, tqdm_class=_bar(progress, f"fetching {file.name}")))
     if file.commit is not None and file.commit not in path.parts:
         # The library takes an older copy when the hub falls silent, and the newest when it changes meanwhile.
-        raise DownloadError(
-            f"{repo} changed or could not be reached while {file.name} was fetched: try again"
-        )
+        raise DownloadError(f"{repo} changed or could not be reached while {file.name} was fetched: try again")
     try:
         _check_magic(path)
         _check_content(path, file, progress)
@@ -203,9 +198,7 @@ def _check_magic(path: Path) -> None:
 def _check_content(path: Path, file: _Listed, progress: Progress) -> None:
     nbytes = path.stat().st_size
     if file.nbytes is not None and nbytes != file.nbytes:
-        raise DownloadError(
-            f"{file.name} came with {nbytes} bytes, the hub lists {file.nbytes}: fetch it again"
-        )
+        raise DownloadError(f"{file.name} came with {nbytes} bytes, the hub lists {file.nbytes}: fetch it again")
     if file.sha256 is not None and not is_whole(path, file.sha256, progress):
         raise DownloadError(f"{file.name} came damaged, its SHA-256 is not the hub's: fetch it again")
 
@@ -251,9 +244,7 @@ def _errors_in_one_line(repo: str) -> Iterator[None]:
         page = f"{constants.ENDPOINT}/{repo}"
         raise DownloadError(f"{repo} is gated: accept its terms at {page}, then set HF_TOKEN") from error
     except errors.RepositoryNotFoundError as error:
-        raise DownloadError(
-            f"{repo} does not exist or is private: check the name, or set HF_TOKEN"
-        ) from error
+        raise DownloadError(f"{repo} does not exist or is private: check the name, or set HF_TOKEN") from error
     except errors.LocalEntryNotFoundError as error:
         raise DownloadError(_unreachable(constants.ENDPOINT, error.__cause__ or error)) from error
     except errors.EntryNotFoundError as error:

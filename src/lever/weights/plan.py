@@ -75,19 +75,19 @@ def make_plan(
 ) -> Plan:
     """Spend `budget` bytes: the fixed parts, a ring, the projection, then as many layers as fit, evenly spread.
 
-    `pin_percent` asks for that share of the layers instead. DoesNotFit when even the least does not fit.
+    `pin_percent` asks for that share of the layers, and the projection takes what is left. DoesNotFit when even the
+    least does not fit.
     """
     fixed = {**fixed, SMALL: units.units[units.small].nbytes}
     if pin_percent is None:
-        for n_pinned in range(len(units.layers), -1, -1):
-            plan = _plan(units, fixed, budget, n_pinned, n_slots)
-            if plan.total <= budget:
-                return plan
+        plans = (_plan(units, fixed, budget, n, n_slots) for n in range(len(units.layers), -1, -1))
+        plan = next((plan for plan in plans if plan.pinned.issuperset(units.projection)), None)
+        plan = plan or _plan(units, fixed, budget, 0, n_slots)
     else:
         plan = _plan(units, fixed, budget, round(len(units.layers) * pin_percent / 100), n_slots)
-        if plan.total <= budget:
-            return plan
-    raise does_not_fit(plan.parts, budget)
+    if plan.total > budget:
+        raise does_not_fit(plan.parts, budget)
+    return plan
 
 
 def evenly_spread(n_pinned: int, n: int) -> tuple[int, ...]:
