@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import urllib.request
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import xllamacpp
 
@@ -13,13 +14,14 @@ import xllamacpp
 class Oracle:
     """A llama.cpp server on a free port of this machine, with one model; it ends when the object is gone."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, *, verbosity: int = -1) -> None:
         params: Any = xllamacpp.CommonParams()
         params.model.path = str(model)
         params.n_ctx, params.n_batch, params.n_parallel = 256, 32, 1
-        params.warmup, params.fit_params, params.verbosity = False, False, -1
+        params.warmup, params.fit_params, params.verbosity = False, False, verbosity
         params.no_extra_bufts = True  # no repacked copy of the weights
         self._server: Any = xllamacpp.Server(params)
+        self._connection = HTTPConnection(urlsplit(self._server.listening_address).netloc, timeout=60)
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         request = {"content": text, "add_special": add_special, "parse_special": parse_special}
@@ -32,10 +34,8 @@ class Oracle:
         return text
 
     def _post(self, path: str, body: object) -> Any:
-        request = urllib.request.Request(
-            self._server.listening_address + path,
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)
+        self._connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        answer = self._connection.getresponse()
+        content = json.load(answer)
+        assert answer.status == 200, content
+        return content

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from lever.errors import ContextOverflow, UsageError
 from lever.model import Model
 from lever.stats import RunStats
+from lever.threads import ThreadChooser
 from lever.weights.store import Store
 
 # (logits of one row, tokens before it, position of the token to be drawn) -> token
 Draw = Callable[[NDArray[np.float32], Sequence[int], int], int]
-NARROW_ROWS = 4  # passes of up to this many rows take no longer than one row
 FinishReason = Literal["stop", "length"]
 
 
@@ -30,23 +30,17 @@ class Step:
     finish_reason: FinishReason | None  # set on the last step
 
 
-@dataclass(frozen=True, slots=True)
-class Threads:
-    """Threads for wide passes (prefill, bound by compute) and for narrow ones (decode, bound by reads)."""
-
-    wide: int
-    narrow: int
-
-
 class Engine:
     """Generates with one model. The tokens whose rows are in the KV cache are kept, and a prompt that starts with
     them goes on from there; that changes no bit of what follows.
     """
 
-    def __init__(self, model: Model, store: Store, threads: Threads) -> None:
+    def __init__(self, model: Model, store: Store, n_threads: int) -> None:
         self._model = model
         self._store = store
-        self._threads = threads
+        self._n_threads = n_threads
+        # Streaming starts with one thread: it nearly always keeps up, and leaves the rest of the machine alone.
+        self._chooser = ThreadChooser(1 if store.streamed else n_threads, n_threads)
         self._cached: list[int] = []
 
     def steps(
@@ -79,8 +73,7 @@ class Engine:
             yield Step(token, logits, reason)
             if reason is not None:
                 return
-            self._forward([token])
-            logits = self._model.project([0])[0]
+            logits = self._cycle(token)
             stats.cycles += 1
 
     def _check(self, prompt: Sequence[int]) -> None:
@@ -101,6 +94,7 @@ class Engine:
         self._model.kv.truncate(n_cached)
         del self._cached[n_cached:]
         stats.prompt_tokens, stats.cached_tokens = len(prompt), n_cached
+        self._model.n_threads = self._n_threads
         n_batch = self._model.shape.n_batch
         for start in range(n_cached, len(prompt), n_batch):
             part = prompt[start : start + n_batch]
@@ -110,9 +104,16 @@ class Engine:
         stats.prefill_s = time.perf_counter() - started
         return logits
 
+    def _cycle(self, token: int) -> NDArray[np.float32]:
+        """One pass for one token, with as many threads as have proved best; the logits after it."""
+        started, stalled = time.perf_counter(), self._store.stats.stall_s
+        self._model.n_threads = self._chooser.count
+        self._forward([token])
+        logits: NDArray[np.float32] = self._model.project([0])[0]
+        self._chooser.observe(time.perf_counter() - started, self._store.stats.stall_s - stalled)
+        return logits
+
     def _forward(self, tokens: Sequence[int]) -> None:
-        wide = len(tokens) > NARROW_ROWS
-        self._model.n_threads = self._threads.wide if wide else self._threads.narrow
         self._model.forward(tokens)
         self._cached.extend(tokens)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import Self
 from lever import gguf as gguf_file
 from lever.arch import ModelConfig
 from lever.chat import ChatTemplate
-from lever.engine import Engine, FinishReason, Step, Threads
+from lever.engine import Engine, FinishReason, Step
 from lever.errors import TemplateError
 from lever.gguf import GGUF
 from lever.loader import LoadedModel, ModelSettings, Progress
@@ -51,10 +51,8 @@ class LLM:
         gguf = gguf_file.read(path)
         self.name = name or str(path)
         self.tokenizer = Tokenizer.from_gguf(gguf)
-        self.template = ChatTemplate.from_gguf(gguf, self.tokenizer)
         self.loaded = _load(_without_vocabulary(gguf), ModelConfig.from_gguf(gguf), settings, progress)
-        self._settings = settings
-        self._engine = Engine(
+        self._engine = Engine(self.loaded.model, self.loaded.store, settings.n_threads)
             self.loaded.model, self.loaded.store, Threads(settings.n_threads, settings.n_threads)
         )
 
@@ -65,11 +63,16 @@ class LLM:
             log.warning("the prompt begins with the start token, and the model adds one: there are two now")
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, object]], **kwargs: object) -> list[int]:
+    @functools.cached_property
+    def template(self) -> ChatTemplate | None:
+        """The model's chat template, None if its file has none. TemplateError if it cannot be used."""
+        return ChatTemplate.from_gguf(self.loaded.gguf, self.tokenizer)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
         """Tokens of a conversation in the model's own template, ready for its answer."""
         if self.template is None:
             raise TemplateError(f"{self.name} has no chat template: use --raw to go on from the bare text")
-        return self.template.encode(self.tokenizer, messages, **kwargs)
+        return self.template.encode(self.tokenizer, messages)
 
     def generate(
         self,
@@ -171,11 +174,7 @@ class Generation:
 
 
 def _load(gguf: GGUF, config: ModelConfig, settings: ModelSettings, progress: Progress | None) -> LoadedModel:
-    # The header's lists are garbage by now. What malloc keeps of them would be planned for as memory in use.
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-    if trim is not None:
-        trim(0)
+    gc.collect()  # the header's lists, before the plan counts the memory in use
     return LoadedModel(gguf, config, settings, progress=progress)
 
 

@@ -11,10 +11,10 @@ from typing import Literal, Self
 from lever.arch import ModelConfig
 from lever.errors import DoesNotFit, UsageError
 from lever.ggml import Library, load
-from lever.ggml.probe import check
+from lever.ggml.probe import row_multiple
 from lever.gguf import GGUF
 from lever.kv_cache import kv_bytes
-from lever.memory import Ledger, does_not_fit, rss_bytes
+from lever.memory import Ledger, does_not_fit, release_unused, rss_bytes
 from lever.model import Model, compute_nbytes
 from lever.weights.embedding import EmbeddingRows
 from lever.weights.plan import PROJECTION, ModelUnits, Plan, make_plan, model_units
@@ -89,7 +89,6 @@ class LoadedModel:
         self.config = config
         self.ggml = load()
         self.units = model_units(gguf, config)
-        check(self.ggml, {place.tensor.type for unit in self.units.units for place in unit.places})
         self.shape, self.plan = plan(self.ggml, config, self.units, settings)
         self.ledger = ledger or Ledger(settings.dram)
         self._cleanup = ExitStack()
@@ -156,8 +155,11 @@ def plan(
         raise UsageError(
             f"a context of {n_ctx} is beyond the {config.n_ctx_train} that the model was trained for"
         )
+    types = {place.tensor.type for unit in units.units for place in unit.places}
+    multiple = row_multiple(ggml, types, repacked=settings.layout == "repacked")
+    release_unused()
     while True:
-        shape = ModelShape(n_ctx, min(settings.n_batch, n_ctx), settings.n_logits)
+        shape = ModelShape(n_ctx, min(settings.n_batch, n_ctx), settings.n_logits, multiple)
         try:
             return shape, _plan_with(ggml, config, units, settings, shape)
         except DoesNotFit:

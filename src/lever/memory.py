@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ AUTO_PERCENT_ANDROID = 40  # Android ends apps that hold about half of the memor
 WAYS_TO_FIT = (
     "give more with --dram",
     "shorten the context with -c",
-    "leave the draft out with --no-draft",
+    "keep fewer layers with --pin",
 )
 
 _STATUS = Path("/proc/self/status")
@@ -144,6 +145,13 @@ def rss_bytes(status: Path = _STATUS) -> int:
 def peak_rss_bytes(status: Path = _STATUS) -> int:
     """The most that this process has held. Not ru_maxrss, which starts at the parent's peak after an exec."""
     return _kilobytes(status, "VmHWM")
+
+
+def release_unused() -> None:
+    """Give back to the system what the C library keeps of freed memory, so that it does not count as in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, bionic and musl keep less
+    if trim is not None:
+        trim(0)
 
 
 def does_not_fit(parts: Mapping[str, int], budget: int, hints: Sequence[str] = WAYS_TO_FIT) -> DoesNotFit:

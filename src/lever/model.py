@@ -14,7 +14,7 @@ from lever.arch import ModelConfig
 from lever.ggml import Backend, Buffer, Context, GraphAllocator, Library
 from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE, KVCache, LayerKV
 from lever.pages import PAGE, round_up
-from lever.transformer import F16, F32, F32_BYTES, I32, NODES, TENSORS, Rows, Transformer, padded
+from lever.transformer import F16, F32, F32_BYTES, I32, NODES, TENSORS, Rows, Transformer
 from lever.weights.embedding import EmbeddingRows
 from lever.weights.plan import ModelUnits
 from lever.weights.tensors import Tensors, Weights, overlay
@@ -94,7 +94,7 @@ class Model:
         The next call overwrites the array.
         """
         assert 0 < len(rows) <= self.shape.n_logits
-        space, m = self._workspace, padded(len(rows))
+        space, m = self._workspace, self.shape.padded(len(rows))
         space.chosen_array[:m] = space.hidden_array[[*rows, *[rows[-1]] * (m - len(rows))]]
         chosen = self._begin(space.chosen, m)
         self.stats.projection_s += self._run(
@@ -129,7 +129,7 @@ class Model:
         for start in range(0, n_rows, GRAPH_ROWS):
             n = min(GRAPH_ROWS, n_rows - start)
             slot = self.kv.length + start
-            yield Block(start, n, padded(n), slot, round_up(slot + n, SLOT_MULTIPLE))
+            yield Block(start, n, self.shape.padded(n), slot, round_up(slot + n, SLOT_MULTIPLE))
 
     def _embed(self, tokens: Sequence[int], block: Block) -> None:
         space = self._workspace
@@ -179,7 +179,7 @@ def compute_nbytes(ggml: Library, config: ModelConfig, units: ModelUnits, shape:
     with _largest_graphs(ggml, config, units, shape) as graphs, GraphAllocator(ggml) as allocator:
         intermediate = max(allocator.size_of(graph) for graph in graphs)
     # ggml's own buffer for one product at a time: its rows, converted to the type that the weights are dotted with.
-    rows = padded(min(GRAPH_ROWS, shape.n_batch))
+    rows = shape.padded(min(GRAPH_ROWS, shape.n_batch))
     shares = F16_BYTES * shape.n_slots * rows * config.n_heads
     return intermediate + max(shares, F32_BYTES * rows * max(config.n_ff, config.n_embd))
 
@@ -189,7 +189,7 @@ def _largest_graphs(
     ggml: Library, config: ModelConfig, units: ModelUnits, shape: ModelShape
 ) -> Iterator[tuple[int, int]]:
     """The layer and the projection that need the most memory, over addresses that are never read: to measure only."""
-    m = padded(min(GRAPH_ROWS, shape.n_batch))
+    m = shape.padded(min(GRAPH_ROWS, shape.n_batch))
     n_slots, transformer = shape.n_slots, Transformer(ggml, config)
     with ExitStack() as stack:
         buffer = stack.enter_context(Buffer(ggml, PAGE, 1 << 46))
@@ -211,7 +211,7 @@ def _largest_graphs(
         )
         kv = LayerKV(tensor(F16, config.n_embd_kv, n_slots), tensor(F16, n_slots, config.n_embd_kv))
         layer = transformer.layer(context, 0, weights, None, kv, n_slots, rows)
-        band, n_logits = max(units.band_rows), padded(shape.n_logits)
+        band, n_logits = max(units.band_rows), shape.padded(shape.n_logits)
         (matrix,) = overlay(ggml, units.units[units.projection[0]], PAGE, stack).values()
         projection = transformer.project(
             context2, tensor(F32, config.n_embd, n_logits), matrix, tensor(F32, band, n_logits)

@@ -20,7 +20,7 @@ from lever.settings import SamplerSettings
 Logits = NDArray[np.float32] | NDArray[np.float64]
 Ids = NDArray[np.intp]
 
-BLOCK = 64  # logits whose maximum is taken at once while looking for the largest ones
+GROUP = 64  # logits of which only the maximum is looked at while searching for the largest ones
 
 
 class Sampler:
@@ -34,7 +34,7 @@ class Sampler:
         self.n_vocab = n_vocab
 
     def draw(self, logits: NDArray[np.float32], history: Sequence[int], position: int) -> int:
-        """The token at `position`, from its logits [n_vocab] and all tokens before it, those of the prompt too.
+        """The token at `position`, from its logits [n_vocab] and all tokens before it, the prompt's too.
 
         Raises LeverError if a logit is NaN or +inf, or if no token is left to draw.
         """
@@ -59,13 +59,13 @@ def uniform(seed: int, position: int) -> float:
 
 def top_logprobs(logits: NDArray[np.float32], n: int) -> list[tuple[int, float]]:
     """The `n` likeliest tokens with their natural log-probabilities, from the softmax of the raw logits."""
-    log_total = _log_total(logits)
-    return [(int(token), float(logits[token]) - log_total) for token in _top(logits, n)]
+    tokens = _top(logits, n)
+    return list(zip(tokens.tolist(), _logprobs(logits, tokens), strict=True))
 
 
 def logprob(logits: NDArray[np.float32], token: int) -> float:
     """Natural log-probability of `token`, from the softmax of the raw logits."""
-    return float(logits[token]) - _log_total(logits)
+    return _logprobs(logits, np.array([token]))[0]
 
 
 def top2_gap(logits: NDArray[np.float32]) -> float:
@@ -133,15 +133,14 @@ def _leading(values: NDArray[np.float64], weights: NDArray[np.float64], mass: fl
 def _top(values: Logits, k: int) -> Ids:
     """Indices of the `k` largest, best first; of equal ones the lowest indices. All if there are fewer."""
     k = min(k, len(values))
-    # The k-th largest maximum of blocks is at most the k-th largest value, and found much faster.
-    maxima = values[: len(values) // BLOCK * BLOCK].reshape(-1, BLOCK).max(axis=1)
-    pool = maxima if len(maxima) >= k else values
+    # The k-th largest maximum of groups is at most the k-th largest value, and found much faster.
+    maxima = values[: len(values) // GROUP * GROUP].reshape(GROUP, -1).max(axis=0)
+    pool = maxima if len(maxima) > k else values
     bound = np.partition(pool, -k)[-k]
     found = np.flatnonzero(values >= bound)  # ascending, so that a stable sort keeps equal ones by index
     return found[np.argsort(-values[found], kind="stable")][:k]
 
 
-def _log_total(logits: NDArray[np.float32]) -> float:
-    """Logarithm of the sum of exp(logits)."""
-    best = _best(logits)
-    return best + math.log(float(np.exp(logits.astype(np.float64) - best).sum()))
+def _logprobs(logits: NDArray[np.float32], tokens: Ids) -> list[float]:
+    below_best = logits.astype(np.float64) - _best(logits)
+    return [float(value) for value in below_best[tokens] - math.log(float(np.exp(below_best).sum()))]

@@ -1,8 +1,8 @@
 """The graphs of a dense transformer: embed, one layer, project. Computes nothing itself and keeps no state.
 
-Every operation here gives a row the same bits whatever other rows are beside it (checked by `lever.ggml.probe`), as
-long as matrices are multiplied by a multiple of 4 rows; attention is MUL_MAT, SOFT_MAX_EXT, MUL_MAT for that reason,
-never the fused kernel, which tiles rows and splits the context by threads.
+Every operation here gives a row the same bits whatever other rows are beside it, as long as graphs have the multiple of
+rows that `lever.ggml.probe` found; attention is MUL_MAT, SOFT_MAX_EXT, MUL_MAT for that reason, never the fused kernel,
+which tiles rows and splits the context by threads.
 """
 
 from __future__ import annotations
@@ -17,24 +17,19 @@ from lever.kv_cache import F16_BYTES, LayerKV
 
 F32_BYTES = 4
 F32, F16, I32 = 0, 1, 26  # ggml type ids
-ROW_MULTIPLE = 4  # rows of a graph: a multiple of this, see above
 NODES = 64  # more than any graph here has
 TENSORS = 2 * NODES  # nodes, and the views and inputs that are not nodes
 
 ROPE_NORMAL, ROPE_NEOX = 0, 2  # GGML_ROPE_TYPE_* of ggml.h
 
 
-def padded(n_rows: int) -> int:
-    """The number of rows a graph for `n_rows` has."""
-    return -(-n_rows // ROW_MULTIPLE) * ROW_MULTIPLE
-
-
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of one graph: where they lie and what they may see.
 
-    hidden: F32 [n_embd, m], read and overwritten; positions: I32 [m]; mask: F16 [n_kv, m], 0 or -inf. m is `padded(n)`;
-    the first n rows are real and go to the slots from `first_slot` on; attention runs over the slots 0 to n_kv - 1.
+    hidden: F32 [n_embd, m], read and overwritten; positions: I32 [m]; mask: F16 [n_kv, m], 0 or -inf. The first n
+    rows are real, the others fill up the multiple; the real ones go to the slots from `first_slot` on; attention runs
+    over the slots 0 to n_kv - 1.
     """
 
     hidden: int

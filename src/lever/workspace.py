@@ -12,7 +12,7 @@ from lever.arch import ModelConfig
 from lever.ggml import Buffer, Context, Library
 from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE
 from lever.pages import Pages, round_up
-from lever.transformer import F16, F32, F32_BYTES, I32, ROW_MULTIPLE, padded
+from lever.transformer import F16, F32, F32_BYTES, I32
 from lever.weights.embedding import EmbeddingRows
 
 GRAPH_ROWS = 32  # rows of one graph: enough for the kernels' full rate, few enough for a small compute buffer
@@ -24,12 +24,17 @@ class ModelShape:
 
     n_ctx: int  # positions of the KV cache
     n_batch: int = 512  # rows of one pass over the layers
-    n_logits: int = ROW_MULTIPLE  # rows whose logits are held at once
+    n_logits: int = 4  # rows whose logits are held at once
+    row_multiple: int = 4  # graphs have a multiple of so many rows (`lever.ggml.probe`)
 
     @property
     def n_slots(self) -> int:
         """Slots of the KV cache."""
         return round_up(self.n_ctx, SLOT_MULTIPLE)
+
+    def padded(self, n_rows: int) -> int:
+        """The number of rows that a graph for `n_rows` has."""
+        return round_up(n_rows, self.row_multiple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class Workspace:
         self._pages: list[Pages] = []
         self._buffers: list[Buffer] = []
         self._context = Context(ggml, 7)
-        n_rows, n_logits = padded(shape.n_batch), padded(shape.n_logits)
+        n_rows, n_logits = shape.padded(shape.n_batch), shape.padded(shape.n_logits)
         self.hidden, self.hidden_array = self._rows(F32, np.float32, n_rows, config.n_embd)
         self.chosen, self.chosen_array = self._rows(F32, np.float32, n_logits, config.n_embd)
         self.logits, self.logits_array = self._rows(F32, np.float32, n_logits, config.n_vocab)
@@ -67,7 +72,7 @@ class Workspace:
     @staticmethod
     def nbytes(config: ModelConfig, shape: ModelShape) -> int:
         """Bytes that a workspace takes, before there is one."""
-        n_rows, n_logits = padded(shape.n_batch), padded(shape.n_logits)
+        n_rows, n_logits = shape.padded(shape.n_batch), shape.padded(shape.n_logits)
         floats = (n_rows + n_logits) * config.n_embd + n_logits * config.n_vocab
         return F32_BYTES * floats + F16_BYTES * GRAPH_ROWS * shape.n_slots
 

@@ -1,8 +1,8 @@
 """Chat templates: messages in, prompt text or token ids out. Runs no model and keeps no conversation.
 
-Two strangers meet here. The template comes from a model file, which may be hostile: it runs in a sandbox, and
-what it may use, make and spend is bounded (`sandbox`). The messages come from a user, who must not be able to
-write control tokens: those count only where the template wrote them (`controls`).
+Two strangers meet here. The template comes from a model file, which may be hostile: what it may use, make and
+spend is bounded (`sandbox`). The messages come from a user, who must not be able to write control tokens: those
+count only where the template wrote them (`controls`).
 """
 
 from __future__ import annotations
@@ -10,23 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from typing import Protocol
-
-import jinja2
+from typing import Any, Protocol
 
 from lever.chat.controls import controls_of, unused_character
-from lever.chat.messages import Messages, checked_messages, mapped, strings, template_variables
+from lever.chat.messages import Messages, checked_messages, folded, mapped, strings, template_variables
 from lever.chat.sandbox import Refusal, compiled, rendered
-from lever.errors import TemplateError
 from lever.gguf import GGUF
 
-__all__ = ["ChatTemplate"]
+__all__ = ["ChatTemplate", "Vocabulary"]
 
 KEY = "tokenizer.chat_template"
 
 
 class Vocabulary(Protocol):
-    """What this module asks of a tokenizer."""
+    """What this package asks of a tokenizer."""
 
     @property
     def bos_id(self) -> int | None: ...
@@ -35,22 +32,27 @@ class Vocabulary(Protocol):
     @property
     def add_bos(self) -> bool: ...
     @property
-    def control_texts(self) -> Mapping[str, int]: ...  # all that parse_special adds to what plain text can mean
+    def control_texts(self) -> Mapping[str, int]:
+        """Every text that `parse_special` turns into a token and plain text never does."""
+        ...
+
     def token_text(self, token: int, /) -> str: ...
-    def encode_pieces(self, pieces: Iterable[tuple[str, bool]], /, *, add_special: bool) -> list[int]: ...
+    def encode_pieces(self, pieces: Iterable[tuple[str, bool]], /, *, add_special: bool) -> list[int]:
+        """Ids of one text in pieces, each with its `parse_special`; no special token lies across a border."""
+        ...
 
 
 class ChatTemplate:
-    """A model's chat template, compiled once.
+    """The chat template of a model, compiled once.
 
-    Raises TemplateError for a template that does not compile, uses a feature that lever does not offer, or tries
-    what a template must not; the message names the line. `now` is what `strftime_now` shows.
+    Raises TemplateError for one that does not compile or uses a feature that lever does not offer; the message
+    names the line. `now` is the time that the template's `strftime_now` shows.
     """
 
     def __init__(
         self, source: str, *, bos_token: str, eos_token: str, now: Callable[[], datetime] = datetime.now
     ) -> None:
-        self._code = compiled(source)
+        self._source, self._code = source, compiled(source)
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._now = now
 
@@ -59,21 +61,25 @@ class ChatTemplate:
         """The template in the file; None if it has none."""
         if KEY not in gguf.metadata:
             return None
-        bos, eos = (
-            "" if token is None else tokenizer.token_text(token) for token in (tokenizer.bos_id, tokenizer.eos_id)
-        )
+        ends = (tokenizer.bos_id, tokenizer.eos_id)
+        bos, eos = ("" if token is None else tokenizer.token_text(token) for token in ends)
         return cls(gguf.text(KEY), bos_token=bos, eos_token=eos)
 
     def render(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **kwargs: object
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        **kwargs: object,
     ) -> str:
         """The prompt as text. `kwargs` (tools, documents, enable_thinking ...) are variables of the template.
 
         A leading system message that the template refuses or leaves out is put in front of the first user
-        message. Raises TemplateError with the template's own words if it refuses the messages, UsageError if
-        they are not messages of text.
+        message. Raises TemplateError with the template's own words if it refuses the messages, or for a fault in
+        it, and UsageError if the messages are not of text.
         """
-        return self._fold_if_needed(checked_messages(messages), template_variables(kwargs, add_generation_prompt))
+        variables = template_variables(kwargs, add_generation_prompt)
+        return self._folding(checked_messages(messages), variables)
 
     def encode(
         self,
@@ -87,55 +93,32 @@ class ChatTemplate:
 
         Control tokens are those that the template wrote. Their text inside messages and `kwargs` is ordinary.
         """
+        chat, variables = checked_messages(messages), template_variables(kwargs, add_generation_prompt)
         controls = controls_of(tuple(tokenizer.control_texts))
-        chat, given = checked_messages(messages), template_variables(kwargs, add_generation_prompt)
-        controls.check_roles(chat)
-        mark = unused_character([*strings(chat), *strings(given)])
+        controls.check_roles(message["role"] for message in chat)
+        mark = unused_character([self._source, *strings(chat), *strings(variables)])
         broken = partial(controls.broken, mark=mark)
-        text = self._fold_if_needed(mapped(chat, broken), mapped(given, broken), mark)
-        # No special token is seen across a border of pieces, but ordinary text is tokenised as if uncut.
+        text = self._folding(mapped(chat, broken), mapped(variables, broken), mark)
         pieces = ((piece, len(piece) > 1) for piece in text.split(mark))
         ids = tokenizer.encode_pieces(pieces, add_special=False)
         if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
             ids.insert(0, tokenizer.bos_id)
         return ids
 
-    def _fold_if_needed(self, messages: Messages, variables: Mapping[str, object], mark: str = "") -> str:
-        folded = _folded(messages)
-        if folded is None:
-            return self._rendered(messages, variables, mark)
-        system, refusal, text = str(messages[0]["content"]).strip(), None, ""
-        try:
-            text = self._rendered(messages, variables, mark)
-        except Refusal as error:
-            refusal = error
-        if refusal is None and system in text:
-            return text
-        try:
-            second = self._rendered(folded, variables, mark)
-        except Refusal as error:
-            second, refusal = "", refusal or error
-        if system in second:
-            return second
-        if refusal is not None:
-            raise refusal
+    def _folding(self, messages: Messages, variables: Mapping[str, Any], mark: str = "") -> str:
+        """The text of the messages, or of `folded` ones if only so the system message gets into it."""
+        text, instead, system = self._tried(messages, variables, mark), folded(messages), messages[0]["content"]
+        if instead is not None and (isinstance(text, Refusal) or system.strip() not in text):
+            second = self._tried(instead, variables, mark)
+            if isinstance(second, str) and system.strip() in second:
+                return second
+        if isinstance(text, Refusal):
+            raise text
         return text
 
-    def _rendered(self, messages: Messages, variables: Mapping[str, object], mark: str) -> str:
+    def _tried(self, messages: Messages, variables: Mapping[str, Any], mark: str) -> str | Refusal:
         context = {**variables, **self._tokens, "messages": messages}
-        sandbox = Sandbox(BASE_BYTES + BYTES_PER_INPUT_BYTE * weight(context), mark, self._now)
-        template = jinja2.Template.from_code(sandbox, self._code, sandbox.make_globals(None))
         try:
-            return template.render(context)
-        except _FAULTS as error:
-            raise TemplateError(f"the model's chat template{_line(error)}: {_one_line(error)}") from error
-
-
-def _folded(messages: Messages) -> Messages | None:
-    """The messages with a leading system message put in front of the first user message, if that can be."""
-    system, *rest = messages
-    first = next((number for number, message in enumerate(rest) if message["role"] == "user"), None)
-    if system["role"] not in ("system", "developer") or first is None:
-        return None
-    content = "\n\n".join(text for text in (system["content"], rest[first]["content"]) if text)
-    return [*rest[:first], {**rest[first], "content": content}, *rest[first + 1 :]]
+            return rendered(self._code, context, mark=mark, now=self._now)
+        except Refusal as refusal:
+            return refusal

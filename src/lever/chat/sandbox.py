@@ -1,4 +1,10 @@
-"""Compiles and runs the template of a model file as what it is: code of a stranger. Knows nothing of chats."""
+"""Compiles and runs the template of a model file as what it is: a stranger's code. Knows nothing of chats.
+
+jinja2's own sandbox keeps a template from Python's internals, but not from making 'a' * 10**10 or from looping for
+a year. Here every call, operator, loop turn and expression that makes a value passes a meter (`Sandbox`), and what
+a template may use at all is a short list. Between two passes run only operations whose cost is linear in values
+that the meter has let through, so a template ends soon after its bytes or its processor time are used up.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +34,51 @@ MAX_SOURCE_CHARS = 256 << 10  # public templates reach about 30 k
 # build their text by appending to all that came before.
 BASE_BYTES = 8 << 20
 BYTES_PER_INPUT_BYTE = 256
+MAX_SECONDS = 2.0  # of this thread's processor time; public templates take milliseconds
+TICKS_PER_LOOK = 16  # passes of the meter between two looks at the clock, each of which costs as much as a pass
 MAX_INTEGER_BITS = 4096
-MAX_SECONDS = 2.0  # of this thread's processor time; the public templates take milliseconds
-TICKS_PER_LOOK = 16  # hooks passed between two looks at the clock, which cost as much as a hook
-
+MAX_DATE_FORMAT_CHARS = 100
+MAX_JSON_WIDTH = 16
 FILENAME = "<chat template>"
 
+# Methods and attributes by type: all that public templates use, none that makes much out of little.
+STRING_METHODS = (
+    "capitalize count endswith find index isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace "
+    "istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit "
+    "rstrip split splitlines startswith strip swapcase title upper"
+)
+ATTRIBUTES: tuple[tuple[type, frozenset[str]], ...] = (
+    (str, frozenset(STRING_METHODS.split())),
+    (dict, frozenset(["get", "items", "keys", "values"])),
+    (list, frozenset(["count", "index"])),
+    (tuple, frozenset(["count", "index", "grouper", "list"])),  # the last two: results of groupby
+)
+OPEN_TYPES = (LoopContext, Macro, Namespace, Cycler, Joiner)  # jinja2's own, with nothing dangerous on them
+METHODS = frozenset(["changed", "cycle", "next", "reset"]).union(*(names for _, names in ATTRIBUTES))
+JINJA_FILTERS = (
+    "abs capitalize count d default dictsort e escape first float groupby int items last length list lower map max "
+    "min reject rejectattr reverse round safe select selectattr sort string title trim unique upper wordcount"
+)
+JINJA_GLOBALS = ("range", "dict", "cycler", "joiner")
+REFUSED_TAGS = (
+    nodes.Block,
+    nodes.Extends,
+    nodes.FromImport,
+    nodes.Import,
+    nodes.Include,
+    nodes.ScopedEvalContextModifier,
+)
+# Filters that take the name of a filter or a test, and at which place.
+NAMING_FILTERS = {
+    "map": ("filter", 0),
+    "select": ("test", 0),
+    "reject": ("test", 0),
+    "selectattr": ("test", 1),
+    "rejectattr": ("test", 1),
+}
+
 # What a faulty or hostile template can raise while it runs; anything else is a fault of ours.
-_FAULTS = (
+FAULTS = (
     jinja2.TemplateError,
     ArithmeticError,
     AttributeError,
@@ -45,66 +88,64 @@ _FAULTS = (
     ValueError,
 )
 
-# Methods and attributes by type: all that public templates use, none that makes much out of little.
-_STRING = (
-    "capitalize count endswith find index isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace "
-    "istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit "
-    "rstrip split splitlines startswith strip swapcase title upper"
-)
-_ATTRIBUTES: tuple[tuple[type, frozenset[str]], ...] = (
-    (str, frozenset(_STRING.split())),
-    (dict, frozenset(["get", "items", "keys", "values"])),
-    (list, frozenset(["count", "index"])),
-    (tuple, frozenset(["count", "index", "grouper", "list"])),  # the last two: results of groupby
-)
-_METHODS = frozenset().union(*(names for _, names in _ATTRIBUTES)) | {"changed", "cycle", "next", "reset"}
-_OPEN_TYPES = (LoopContext, Macro, Namespace, Cycler, Joiner)  # jinja2's own, with nothing dangerous on them
-_FILTERS = (
-    "abs capitalize count d default dictsort e escape first float groupby int items last length list lower map max "
-    "min reject rejectattr reverse round safe select selectattr sort string title trim unique upper wordcount"
-)
-_TAGS = (nodes.Block, nodes.Extends, nodes.FromImport, nodes.Import, nodes.Include, nodes.ScopedEvalContextModifier)
-
 
 class Refusal(TemplateError):
     """The template called raise_exception: it does not take these messages."""
 
 
-class _Namespace(Namespace):
-    def __repr__(self) -> str:
-        return "<Namespace>"  # jinja2's shows the content, which may refer to other namespaces without end
+def compiled(source: str) -> CodeType:
+    """The template with its meter built in. What lever does not offer is refused now, not while chatting."""
+    if len(source) > MAX_SOURCE_CHARS:
+        raise TemplateError(f"the model's chat template is longer than {MAX_SOURCE_CHARS} characters")
+    sandbox = Sandbox(BASE_BYTES)
+    try:
+        tree = sandbox.parse(source)
+        for node in tree.find_all(nodes.Node):
+            if fault := _fault(node, sandbox):
+                raise jinja2.TemplateAssertionError(fault, node.lineno)
+        return sandbox.compile(_Meter().visit(tree), filename=FILENAME)
+    except jinja2.TemplateSyntaxError as error:
+        place = f"the model's chat template, line {error.lineno}"
+        raise TemplateError(f"{place}: {_one_line(error.message)}") from error
+    except (SyntaxError, RecursionError, ValueError) as error:  # Python's compiler: too deep, a number too long
+        raise TemplateError(f"the model's chat template does not compile: {_one_line(error)}") from error
 
 
-class _Generation(Extension):
-    """`{% generation %}`, with which training tools mark the assistant's text: renders its body."""
+def rendered(
+    code: CodeType,
+    context: Mapping[str, Any],
+    *,
+    mark: str = "",
+    now: Callable[[], datetime] = datetime.now,
+) -> str:
+    """The text that a compiled template makes of `context`. `mark` is a character that has to stay whole.
 
-    tags = {"generation"}  # noqa: RUF012  # declared so by jinja2
+    Raises Refusal if the template raised an exception of its own, TemplateError for any fault.
+    """
+    sandbox = Sandbox(BASE_BYTES + BYTES_PER_INPUT_BYTE * _weight(context), mark=mark, now=now)
+    template = jinja2.Template.from_code(sandbox, code, sandbox.make_globals(None))
+    try:
+        return template.render(context)
+    except FAULTS as error:
+        raise TemplateError(f"the model's chat template{_line(error)}: {_one_line(error)}") from error
 
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+
+# --- the meter ----------------------------------------------------------------------------------------------
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of one rendering, and its meter: bytes left to make, processor time left to spend.
-
-    jinja2's own sandbox keeps templates from Python's internals, but not from making 'a' * 10**10 or looping for
-    a year. So every call, loop turn and expression that makes a value passes the meter: calls and operators by
-    the sandbox's own hooks, the rest by `_Meter`. Between two passes only operations run whose cost is linear in
-    values that the meter has let through.
-    """
+    """The environment of one rendering, with its meter: bytes left to make, processor time left to spend."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
-    def __init__(self, nbytes: int, mark: str = "", now: Callable[[], datetime] = datetime.now) -> None:
+    def __init__(self, nbytes: int, *, mark: str = "", now: Callable[[], datetime] = datetime.now) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation])
-        self.filters = {**{name: FILTERS[name] for name in _FILTERS.split()}, **_OWN_FILTERS}
-        names = ("range", "dict", "cycler", "joiner")
-        self.globals = {name: self.globals[name] for name in names} | {
+        self.filters = {**{name: FILTERS[name] for name in JINJA_FILTERS.split()}, **OWN_FILTERS}
+        self.globals = {
+            **{name: self.globals[name] for name in JINJA_GLOBALS},
             "namespace": _Namespace,
             "raise_exception": _raise_exception,
-            "strftime_now": lambda form: now().strftime(form),
+            "strftime_now": partial(_strftime, now),
         }
         self.mark = mark
         self._nbytes = nbytes
@@ -114,7 +155,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def tick(self) -> None:
         self._ticks += 1
         if self._ticks % TICKS_PER_LOOK == 0 and thread_time() > self._deadline:
-            raise TemplateError(f"the model's chat template runs for more than {MAX_SECONDS:g} s: it may be hostile")
+            raise TemplateError(f"the model's chat template ran for {MAX_SECONDS:g} s: it may be hostile")
 
     def spend(self, nbytes: int) -> None:
         self._nbytes -= nbytes
@@ -122,14 +163,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise TemplateError("the model's chat template makes far more than it was given: it may be hostile")
 
     def metered(self, value: Any) -> Any:
-        """`value`, once it is paid for."""
+        """`value`, once it is paid for; an iterator is paid for item by item."""
         self.tick()
         if isinstance(value, str):
             self.spend(getsizeof(value))
         elif isinstance(value, list | tuple | dict):
             self.spend(_weight(value, self._nbytes))
         elif isinstance(value, int):
-            self.spend(0 if value.bit_length() <= MAX_INTEGER_BITS else self._nbytes + 1)
+            _check_bits(value.bit_length())
         elif isinstance(value, Iterator):
             return map(self.metered, value)
         return value
@@ -143,9 +184,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):
-            raise TypeError("formatting with % is not offered")
+            raise TypeError("lever does not offer formatting with %")
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
-            self.spend(0 if left.bit_length() * right <= MAX_INTEGER_BITS else self._nbytes + 1)
+            _check_bits(left.bit_length() * right)
         if operator == "*":
             for value, times in ((left, right), (right, left)):
                 if isinstance(value, str | list | tuple) and isinstance(times, int):
@@ -153,33 +194,40 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.metered(super().call_binop(context, operator, left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if isinstance(obj, _OPEN_TYPES):
+        if isinstance(obj, OPEN_TYPES):
             return super().is_safe_attribute(obj, attr, value)
-        return any(isinstance(obj, kind) and attr in names for kind, names in _ATTRIBUTES)
+        return any(isinstance(obj, kind) and attr in names for kind, names in ATTRIBUTES)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
-        # jinja2 prints nothing and goes on
-        raise TypeError(f"access to attribute {attribute!r} of {type(obj).__name__!r} is not offered")
+        # jinja2 would print nothing and go on
+        raise TypeError(f"lever does not offer the attribute {attribute!r} of {type(obj).__name__!r}")
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """jinja2 asks at each access whether a method needs a guarded twin (its own guard is for str.format)."""
-        if isinstance(value, BuiltinMethodType | MethodType) and isinstance(value.__self__, str):
-            guard = {"join": self._joined, "replace": self._replaced}.get(value.__name__)
-            return None if guard is None else partial(guard, value)
-        return None
+        if not isinstance(value, BuiltinMethodType | MethodType) or not isinstance(value.__self__, str):
+            return None
+        twins: dict[str, Callable[..., str]] = {"join": self.join, "replace": self.replace}
+        return partial(twins[value.__name__], value) if value.__name__ in twins else None
 
-    def _joined(self, join: Any, items: Any) -> str:
-        items = list(self.metered(iter(items)))
-        self.spend(getsizeof(join.__self__) * len(items))
-        return str(join(items))
+    def join(self, method: Any, items: Any) -> str:
+        """str.join, given as a bound method."""
+        paid = list(self.metered(iter(items)))
+        self.spend(getsizeof(method.__self__) * len(paid))
+        return str(method(paid))
 
-    def _replaced(self, replace: Any, old: str, new: str, count: int = -1) -> str:
-        self.spend(replace.__self__.count(old) * getsizeof(new))
-        return str(replace(old, new, count))
+    def replace(self, method: Any, old: str, new: str, count: int = -1) -> str:
+        """str.replace, given as a bound method."""
+        self.spend(method.__self__.count(old) * getsizeof(new))
+        return str(method(old, new, count))
+
+
+def _check_bits(bits: int) -> None:
+    if bits > MAX_INTEGER_BITS:
+        raise TemplateError(f"the model's chat template makes an integer of more than {MAX_INTEGER_BITS} bits")
 
 
 def _weight(value: Any, limit: float = float("inf")) -> int:
-    """Bytes of `value` with all that it holds, counted as a tree, so shared parts more than once; up to `limit`."""
+    """Bytes of `value` and all it holds, counted up to `limit`; as a tree, so that shared parts count each time."""
     nbytes, pending = 0, [value]
     while pending and nbytes <= limit:
         item = pending.pop()
@@ -191,117 +239,11 @@ def _weight(value: Any, limit: float = float("inf")) -> int:
     return nbytes
 
 
-def _raise_exception(message: object) -> None:
-    raise Refusal(f"the model's chat template refuses these messages: {_one_line(message)}")
-
-
-@pass_context
-def _filter_metered(context: Context, value: Any) -> Any:
-    return _sandbox(context.environment).metered(value)
-
-
-@pass_context
-def _filter_tick(context: Context, _: Any) -> None:
-    _sandbox(context.environment).tick()
-
-
-@pass_context
-def _filter_join(context: Context, value: Any, d: Any = "", attribute: str | int | None = None) -> Any:
-    sandbox = _sandbox(context.environment)
-    if attribute is not None:
-        value = sandbox.call_filter("map", value, kwargs={"attribute": attribute}, context=context)
-    items = list(sandbox.metered(iter(value)))
-    sandbox.spend(getsizeof(str(d)) * len(items))
-    return str(d).join(map(str, items))
-
-
-@pass_environment
-def _filter_replace(environment: jinja2.Environment, s: Any, old: Any, new: Any, count: int | None = None) -> str:
-    text, old, new = str(s), str(old), str(new)
-    return _sandbox(environment)._replaced(text.replace, old, new, -1 if count is None else count)
-
-
-@pass_environment
-def _filter_indent(
-    environment: jinja2.Environment, s: Any, width: int | str = 4, first: bool = False, blank: bool = False
-) -> str:
-    unit = width if isinstance(width, int) else getsizeof(width)
-    _sandbox(environment).spend(max(unit, 0) * (str(s).count("\n") + 1))
-    return str(FILTERS["indent"](str(s), width, first, blank))
-
-
-@pass_environment
-def _filter_tojson(
-    environment: jinja2.Environment,
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without HTML escapes: the options and defaults of the reference renderer."""
-    sandbox = _sandbox(environment)
-    sandbox.spend(max(indent, 0) * 1000 if isinstance(indent, int) else getsizeof(indent))
-    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    text = "".join(sandbox.metered(encoder.iterencode(value)))
-    return text.replace(json.dumps(sandbox.mark)[1:-1], sandbox.mark) if ensure_ascii and sandbox.mark else text
-
-
-_OWN_FILTERS: dict[str, Callable[..., Any]] = {
-    "indent": _filter_indent,
-    "join": _filter_join,
-    "replace": _filter_replace,
-    "tojson": _filter_tojson,
-    "lever.metered": _filter_metered,
-    "lever.tick": _filter_tick,
-}
-
-
-def _sandbox(environment: jinja2.Environment) -> Sandbox:
-    assert isinstance(environment, Sandbox)
-    return environment
-
-
-# --- compiling ----------------------------------------------------------------------------------------------
-
-
-def compiled(source: str) -> CodeType:
-    """The template with hooks for the meter. What lever does not offer is refused now, not while chatting."""
-    if len(source) > MAX_SOURCE_CHARS:
-        raise TemplateError(f"the model's chat template has {len(source)} characters: {MAX_SOURCE_CHARS} are the limit")
-    sandbox = Sandbox(BASE_BYTES)
-    try:
-        tree = sandbox.parse(source)
-        for node in tree.find_all(nodes.Node):
-            if fault := _fault(node, sandbox):
-                raise jinja2.TemplateAssertionError(fault, node.lineno)
-        return sandbox.compile(_Meter().visit(tree), filename=FILENAME)
-    except jinja2.TemplateSyntaxError as error:
-        raise TemplateError(f"the model's chat template, line {error.lineno}: {_one_line(error.message)}") from error
-    except (SyntaxError, RecursionError, ValueError) as error:  # from Python's compiler: too deep, too large
-        raise TemplateError(f"the model's chat template does not compile: {_one_line(error)}") from error
-
-
-def _fault(node: nodes.Node, sandbox: Sandbox) -> str | None:
-    """What `node` asks for that lever does not offer."""
-    offer = "lever does not offer "
-    if isinstance(node, _TAGS):
-        return f"{offer}{{% {type(node).__name__.lower()} %}}"
-    if isinstance(node, nodes.Filter) and node.name not in sandbox.filters:
-        return f"{offer}the filter {node.name!r}"
-    if isinstance(node, nodes.Test) and node.name not in sandbox.tests:
-        return f"{offer}the test {node.name!r}"
-    if isinstance(node, nodes.Getattr) and node.attr.startswith("_"):
-        return f"access to {node.attr!r} is refused"
-    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr not in _METHODS:
-        return f"{offer}the method {node.node.attr!r}"
-    if isinstance(node, nodes.Mod) and isinstance(node.left, nodes.Const) and isinstance(node.left.value, str):
-        return f"{offer}formatting with %"
-    return None
-
-
 class _Meter(NodeTransformer):
-    """Puts a hook around each expression that can make a large value, and at the start of each loop turn."""
+    """Puts a hook around each expression that can make a large value, and at the start of each loop turn.
+
+    Calls and intercepted operators need none: `Sandbox` sees them anyway.
+    """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -339,8 +281,133 @@ def _hook(name: str, node: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, f"lever.{name}", [], [], None, None, lineno=node.lineno)
 
 
+# --- what a template may use --------------------------------------------------------------------------------
+
+
+def _fault(node: nodes.Node, sandbox: Sandbox) -> str | None:
+    """What `node` asks for that lever does not offer."""
+    offer = "lever does not offer"
+    if isinstance(node, REFUSED_TAGS):
+        return f"{offer} {type(node).__name__} tags"
+    if isinstance(node, nodes.Getattr) and node.attr.startswith("_"):
+        return f"access to {node.attr!r} is refused"
+    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr not in METHODS:
+        return f"{offer} the method {node.node.attr!r}"
+    if isinstance(node, nodes.Mod) and isinstance(node.left, nodes.Const) and isinstance(node.left.value, str):
+        return f"{offer} formatting with %"
+    if isinstance(node, nodes.Filter | nodes.Test):
+        for kind, name in _names(node):
+            if name not in (sandbox.filters if kind == "filter" else sandbox.tests):
+                return f"{offer} the {kind} {name!r}"
+    return None
+
+
+def _names(node: nodes.Filter | nodes.Test) -> Iterator[tuple[str, object]]:
+    """The filters and tests that `node` names, as (kind, name)."""
+    yield ("filter" if isinstance(node, nodes.Filter) else "test"), node.name
+    kind, place = NAMING_FILTERS.get(node.name, ("", 0))
+    if kind and len(node.args) > place and isinstance(argument := node.args[place], nodes.Const):
+        yield kind, argument.value
+
+
+class _Namespace(Namespace):
+    def __repr__(self) -> str:
+        return "<Namespace>"  # jinja2's shows what is inside, which may be other namespaces without end
+
+
+class _Generation(Extension):
+    """`{% generation %}`, by which training tools mark what the assistant said: renders what is inside."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _strftime(now: Callable[[], datetime], form: str) -> str:
+    if len(form) > MAX_DATE_FORMAT_CHARS:
+        raise ValueError(f"the format of a date is longer than {MAX_DATE_FORMAT_CHARS} characters")
+    return now().strftime(form)
+
+
+def _raise_exception(message: object) -> None:
+    raise Refusal(f"the model's chat template refuses these messages: {_one_line(message)}")
+
+
+@pass_context  # a filter that takes the context is never run while compiling
+def _filter_metered(context: Context, value: Any) -> Any:
+    return _sandbox(context.environment).metered(value)
+
+
+@pass_context
+def _filter_tick(context: Context, _: Any) -> None:
+    _sandbox(context.environment).tick()
+
+
+@pass_context
+def _filter_join(context: Context, value: Any, d: Any = "", attribute: str | int | None = None) -> str:
+    sandbox = _sandbox(context.environment)
+    if attribute is not None:
+        value = sandbox.call_filter("map", value, kwargs={"attribute": attribute}, context=context)
+    return sandbox.join(str(d).join, map(str, value))
+
+
+@pass_environment
+def _filter_replace(environment: jinja2.Environment, s: Any, old: Any, new: Any, count: int | None = None) -> str:
+    return _sandbox(environment).replace(str(s).replace, str(old), str(new), -1 if count is None else count)
+
+
+@pass_environment
+def _filter_indent(
+    environment: jinja2.Environment, s: Any, width: int | str = 4, first: bool = False, blank: bool = False
+) -> str:
+    unit = width if isinstance(width, int) else getsizeof(width)
+    _sandbox(environment).spend(max(unit, 0) * (str(s).count("\n") + 1))
+    return str(FILTERS["indent"](str(s), width, first, blank))
+
+
+@pass_environment
+def _filter_tojson(
+    environment: jinja2.Environment,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without HTML escapes, with the options and defaults of the reference renderer."""
+    sandbox = _sandbox(environment)
+    widths = [len(indent) if isinstance(indent, str) else indent or 0, *map(len, separators or ())]
+    if max(widths) > MAX_JSON_WIDTH:
+        raise ValueError(f"tojson indents and separates by at most {MAX_JSON_WIDTH} characters")
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = "".join(sandbox.metered(encoder.iterencode(value)))
+    escape = json.dumps(sandbox.mark)[1:-1]
+    return text.replace(escape, sandbox.mark) if sandbox.mark and ensure_ascii else text
+
+
+OWN_FILTERS: dict[str, Callable[..., Any]] = {
+    "indent": _filter_indent,
+    "join": _filter_join,
+    "replace": _filter_replace,
+    "tojson": _filter_tojson,
+    "lever.metered": _filter_metered,
+    "lever.tick": _filter_tick,
+}
+
+
+def _sandbox(environment: jinja2.Environment) -> Sandbox:
+    assert isinstance(environment, Sandbox)
+    return environment
+
+
+# --- messages -----------------------------------------------------------------------------------------------
+
+
 def _line(error: BaseException) -> str:
-    """Where in the template an error arose."""
+    """Where in the template an error arose; jinja2 has put the template's own lines into the traceback."""
     traceback: TracebackType | None = error.__traceback__
     line = None
     while traceback is not None:

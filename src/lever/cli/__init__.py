@@ -9,8 +9,11 @@ from typing import Annotated
 
 import typer
 
-from lever.cli import doctor, info, library, run
 from lever.cli.console import complain
+from lever.cli.doctor import doctor
+from lever.cli.info import info
+from lever.cli.library import list_, pull, rm
+from lever.cli.run import run
 from lever.errors import LeverError
 from lever.ggml.lib import VERSION as GGML_VERSION
 from lever.ggml.lib import find_directory
@@ -24,12 +27,12 @@ app = typer.Typer(
     epilog="Exit codes: 0 ok, 1 run error, 2 usage, 3 does not fit in memory, 4 bad or unsupported file, 5 I/O. "
     "Every flag can be set by a variable, named beside it.",
 )
-app.command("run")(run.run)
-app.command("info")(info.info)
-app.command("doctor")(doctor.doctor)
-app.command("pull")(library.pull)
-app.command("list")(library.list_)
-app.command("rm")(library.rm)
+app.command("run")(run)
+app.command("info")(info)
+app.command("doctor")(doctor)
+app.command("pull")(pull)
+app.command("list")(list_)
+app.command("rm")(rm)
 
 
 def _print_version(wanted: bool) -> None:

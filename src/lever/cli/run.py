@@ -141,7 +141,7 @@ def _model_and_prompt(
     text = by_word if prompt is None else prompt
     if text is None and sys.stdin.isatty():
         raise UsageError('no prompt: give one in quotes, such as lever run -p "Why is the sky blue?", or - for stdin')
-    return reference, read_stdin() if text in (None, "-") else text
+    return reference, read_stdin() if text is None or text == "-" else text
 
 
 def _read(file: Path) -> str:

@@ -36,8 +36,6 @@ class Feature(ctypes.Structure):
 
 # name -> (result, arguments)
 _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "ggml_version": (c_char_p, ()),
-    "ggml_commit": (c_char_p, ()),
     "ggml_log_set": (None, (P, P)),
     "ggml_init": (P, (InitParams,)),
     "ggml_reset": (None, (P,)),
@@ -127,18 +125,18 @@ class Library:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         base = _open(directory / "libggml-base.so")
+        self.version_text: str = _bind(base, "ggml_version", c_char_p, ())().decode()
+        if self.version_text.split("-")[0] != VERSION:
+            raise LibraryError(
+                f"ggml {self.version_text} in {directory} is not the pinned {VERSION}: install libggml-python again, "
+                f"or point {DIRECTORY_VARIABLE} at a build of {VERSION}"
+            )
         cpu = _open(directory / "libggml-cpu.so")
         for library, table in ((base, _BASE), (cpu, _CPU)):
             for name, (result, arguments) in table.items():
                 setattr(self, name.removeprefix("ggml_"), _bind(library, name, result, arguments))
         self._log = _LOG(lambda _level, _text, _data: None)  # ggml's own notes are not ours to print
         self.log_set(ctypes.cast(self._log, c_void_p), None)
-        self.version_text: str = self.version().decode()
-        if self.version_text.split("-")[0] != VERSION:
-            raise LibraryError(
-                f"ggml {self.version_text} in {directory} is not the pinned {VERSION}: install libggml-python again, "
-                f"or point {DIRECTORY_VARIABLE} at a build of {VERSION}"
-            )
         self.cpu_registry: int = self.backend_cpu_reg()
         self.cpu_device: int = self.backend_reg_dev_get(self.cpu_registry, 0)
 
@@ -186,7 +184,10 @@ def find_directory() -> Path:
     spec = importlib.util.find_spec("libggml")
     if spec is None or not spec.submodule_search_locations:
         raise LibraryError(f"ggml is not installed: pip install libggml-python, or set {DIRECTORY_VARIABLE}")
-    return Path(spec.submodule_search_locations[0]) / "lib"
+    package = Path(spec.submodule_search_locations[0])
+    # CMake installs into lib or lib64, by distribution.
+    found = sorted(package.glob("lib*/libggml-base.so"))
+    return found[0].parent if found else package / "lib"
 
 
 @functools.cache

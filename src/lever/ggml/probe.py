@@ -1,7 +1,8 @@
 """Does this ggml, on this CPU, compute what lever relies on? Small products against float64, and rows against rows.
 
-Exact speculation stands on one property: a row of a product has the same bits whatever rows are beside it, as long as
-there is a multiple of 4 of them. It is measured here rather than believed, for each type that a model has.
+Exact speculation stands on one property: a row of a product has the same bits whatever rows are beside it. Some kernels
+have it only when the number of rows is a multiple of 2 or 4. Which, is measured here rather than believed, for each
+type that a model has.
 """
 
 from __future__ import annotations
@@ -25,13 +26,12 @@ _NARROW: Mapping[int, Callable[[NDArray[np.float32]], NDArray[np.generic]]] = {
     F16: lambda values: values.astype(np.float16),
     BF16: lambda values: (values.view(np.uint32) >> 16).astype(np.uint16),
 }
-LENGTH, N_WEIGHTS = (
-    512,
-    64,
-)  # of the small matrix; a multiple of every block length and of every repacked group
-WIDTHS = (4, 8, 16)
-CANDIDATES = 4096  # random blocks, of which the sane ones are used
-# Error over |w| |x|. Activations rounded to 8 bits give below 5e-4; a wrong kernel gives about 1/sqrt(LENGTH) = 0.04.
+LENGTHS = (512, 2048)  # of the rows of the small matrices: multiples of every block length
+N_WEIGHTS = 64  # their number of rows: a multiple of every repacked group
+WIDTH = 16  # products of 1 to 16 rows are compared
+ROW_MULTIPLES = (1, 2, 4)
+CANDIDATES = 1024  # random blocks, of which the sane ones are used
+# Error over |w| |x|. Activations rounded to 8 bits give about 1e-3, a wrong kernel 1 / sqrt(length), above 0.02.
 MAX_ERROR = 2e-3
 
 
@@ -42,7 +42,12 @@ class Probe:
     type_name: str
     layout: str  # "plain" or "repacked"
     error: float  # largest error of a product over the lengths of its vectors
-    row_invariant: bool
+    row_multiple: int | None  # products of a multiple of so many rows are row-invariant; None: not even those of 4
+
+    @property
+    def row_invariant(self) -> bool:
+        """Whether a row can be given the same bits whatever rows are beside it."""
+        return self.row_multiple is not None
 
     @property
     def sound(self) -> bool:
@@ -50,15 +55,24 @@ class Probe:
         return self.error < MAX_ERROR and self.row_invariant
 
 
-def check(ggml: Library, types: Iterable[int]) -> None:
-    """LibraryError unless each type multiplies correctly and row-invariantly in the plain layout."""
-    for kind in sorted(types):
-        found = probe(ggml, kind)
-        if found is None or not found.sound:
-            raise LibraryError(
-                f"ggml in {ggml.directory} fails its self-test for {type_name(ggml, kind)} "
-                f"({found}): see `lever doctor`, and install libggml-python again for this CPU"
-            )
+def row_multiple(ggml: Library, types: Iterable[int], *, repacked: bool = False) -> int:
+    """The number of rows that every product of a model with these types must have a multiple of.
+
+    LibraryError unless each type multiplies correctly and some multiple makes it row-invariant. The F16 of keys and
+    values counts as a type of every model. `repacked` looks at that layout where a type has it.
+    """
+    multiple = 1
+    for kind in sorted({*types, F16}):
+        for found in (probe(ggml, kind), probe(ggml, kind, repacked=True) if repacked else None):
+            if found is None:
+                continue
+            if not found.sound or found.row_multiple is None:
+                raise LibraryError(
+                    f"ggml in {ggml.directory} fails its self-test for {found.type_name} ({found}): "
+                    "see `lever doctor`, and install libggml-python again for this CPU"
+                )
+            multiple = max(multiple, found.row_multiple)
+    return multiple
 
 
 def type_name(ggml: Library, kind: int) -> str:
@@ -73,47 +87,61 @@ def probe(ggml: Library, kind: int, repacked: bool = False) -> Probe | None:
     buffer_type = ggml.repack_buffer_type if repacked else ggml.backend_cpu_buffer_type()
     if buffer_type is None:
         return None
-    rng = np.random.default_rng(kind)
-    rows = rng.standard_normal((max(WIDTHS), LENGTH), np.float32)
-    with (
-        _Weight(ggml, kind, LENGTH, N_WEIGHTS, ggml.backend_cpu_buffer_type()) as plain,
-        _Weight(ggml, kind, LENGTH, N_WEIGHTS, buffer_type) as matrix,
-    ):
-        if not matrix.multiplies():
-            return None
-        data = _random_rows(ggml, kind, rng)
-        plain.write(data)
-        matrix.write(data)
-        weights = plain.dequantised().astype(np.float64)
-        products = {width: matrix.multiply(rows[:width]) for width in WIDTHS}
-        alone = [matrix.multiply(np.repeat(row[None], WIDTHS[0], axis=0))[0] for row in rows]
-    exact = rows.astype(np.float64) @ weights.T
-    scale = np.linalg.norm(rows, axis=1)[:, None] * np.linalg.norm(weights, axis=1)
-    widest = products[max(WIDTHS)]
+    results = [_compare(ggml, kind, buffer_type, length) for length in LENGTHS]
+    if None in results:
+        return None
+    found = [result for result in results if result is not None]
+    multiples = [multiple for _, multiple in found]
     return Probe(
         type_name(ggml, kind),
         "repacked" if repacked else "plain",
-        float(np.max(np.abs(widest - exact) / scale)),
-        all(np.array_equal(products[width], widest[:width]) for width in WIDTHS)
-        and np.array_equal(np.stack(alone), widest),
+        max(error for error, _ in found),
+        None if None in multiples else max(multiple for multiple in multiples if multiple is not None),
     )
 
 
-def _random_rows(ggml: Library, kind: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+def _compare(ggml: Library, kind: int, buffer_type: int, length: int) -> tuple[float, int | None] | None:
+    """Error and row multiple of products with a matrix of rows of this length; None where ggml has none."""
+    rng = np.random.default_rng(kind)
+    rows = rng.standard_normal((WIDTH, length), np.float32)
+    with (
+        _Weight(ggml, kind, length, N_WEIGHTS, ggml.backend_cpu_buffer_type()) as plain,
+        _Weight(ggml, kind, length, N_WEIGHTS, buffer_type) as matrix,
+    ):
+        if not matrix.multiplies():
+            return None
+        data = _random_rows(ggml, kind, length, rng)
+        plain.write(data)
+        matrix.write(data)
+        weights = plain.dequantised().astype(np.float64)
+        widest = matrix.multiply(rows)
+        same = [_same_bits(matrix, rows, widest, width) for width in range(1, WIDTH + 1)]
+    scale = np.linalg.norm(rows, axis=1)[:, None] * np.linalg.norm(weights, axis=1)
+    error = float(np.max(np.abs(widest - rows.astype(np.float64) @ weights.T) / scale))
+    return error, next((multiple for multiple in ROW_MULTIPLES if all(same[multiple - 1 :: multiple])), None)
+
+
+def _same_bits(matrix: _Weight, rows: NDArray[np.float32], widest: NDArray[np.float32], width: int) -> bool:
+    """Whether products of `width` rows are those of all rows together, each row at a place of its own in both."""
+    starts = range(0, WIDTH - width + 1, width)
+    return all(np.array_equal(matrix.multiply(rows[at : at + width]), widest[at : at + width]) for at in starts)
+
+
+def _random_rows(ggml: Library, kind: int, length: int, rng: np.random.Generator) -> NDArray[np.uint8]:
     """N_WEIGHTS rows in a type's own bytes, from random blocks whose values are of a sane size.
 
     Any bytes are a block of a quantised type, so no quantiser is needed: those of some types take many seconds.
     """
     block = ggml.blck_size(kind)
     if block == 1:
-        values = rng.standard_normal((N_WEIGHTS, LENGTH), np.float32)
+        values = rng.standard_normal((N_WEIGHTS, length), np.float32)
         return np.ascontiguousarray(_NARROW[kind](values)).view(np.uint8)
     blocks = rng.integers(0, 256, (CANDIDATES, ggml.type_size(kind)), np.uint8)
     with _Weight(ggml, kind, block, CANDIDATES, ggml.backend_cpu_buffer_type()) as candidates:
         candidates.write(blocks)
         largest = np.abs(candidates.dequantised()).max(axis=1)
     sane = blocks[np.isfinite(largest) & (largest > 0.01) & (largest < 100)]
-    return rng.choice(sane, (N_WEIGHTS, LENGTH // block)).reshape(N_WEIGHTS, -1)
+    return rng.choice(sane, (N_WEIGHTS, length // block)).reshape(N_WEIGHTS, -1)
 
 
 class _Weight:
@@ -133,7 +161,7 @@ class _Weight:
         To be asked before `write`: a repack buffer that does not take the type ends the process when written to.
         """
         with Context(self._ggml, 2) as context:
-            rows = self._ggml.new_tensor_2d(context.handle, F32, self._length, WIDTHS[0])
+            rows = self._ggml.new_tensor_2d(context.handle, F32, self._length, WIDTH)
             product = self._ggml.mul_mat(context.handle, self._tensor, rows)
             return bool(self._ggml.backend_dev_supports_op(self._ggml.cpu_device, product))
 

@@ -61,6 +61,7 @@ class Tokenizer:
         self._special = vocabulary.special()
         self._not_in_engine = vocabulary.others()
         self._byte_ids = [engine.token_to_id(spelling.byte(value)) for value in range(256)]
+        self._has_all_bytes = None not in self._byte_ids
 
     @classmethod
     def from_gguf(cls, gguf: GGUF, *, pre: str | None = None) -> Tokenizer:
@@ -178,7 +179,8 @@ class Tokenizer:
                 found = (self._byte_ids[byte] for byte in part.encode(errors="surrogateescape"))
                 yield from (token for token in found if token is not None)
             elif part:
-                yield from self._engine.encode(part, add_special_tokens=False).ids
+                ids = self._engine.encode(part, add_special_tokens=False).ids
+                yield from ids if self._has_all_bytes else filter(self.n_vocab.__gt__, ids)
 
 
 def _pre_tokenizer(gguf: GGUF, override: str | None) -> PreTokenizer:
@@ -199,9 +201,7 @@ def _pre_tokenizer(gguf: GGUF, override: str | None) -> PreTokenizer:
 
 def _wanted(vocabulary: Vocabulary, name: str, token: int | None, wanted: bool) -> list[int]:
     if wanted and token is None:
-        raise TokenizerError(
-            f"{vocabulary.where}: {PREFIX}add_{name}_token is on, but there is no {name} token"
-        )
+        raise TokenizerError(f"{vocabulary.where}: {PREFIX}add_{name}_token is on, but there is no {name} token")
     return [token] if wanted and token is not None else []
 
 

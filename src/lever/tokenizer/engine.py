@@ -13,21 +13,24 @@ from lever.tokenizer.pre import PreTokenizer
 from lever.tokenizer.spelling import SentencePiece
 from lever.tokenizer.vocabulary import Kind, Vocabulary
 
+# Stands for a byte that has no token, so that its neighbours are not joined. No text can spell it: it has a blank.
+UNKNOWN = "no token"
+
 
 def byte_level_engine(vocabulary: Vocabulary, merges: list[bytes], pre: PreTokenizer) -> tokenizers.Tokenizer:
-    """BPE by the file's list of merges, on words cut by `pre`. Bytes without a token are left out."""
+    """BPE by the file's list of merges, on words cut by `pre`. A byte without a token becomes id n_vocab."""
     tokens = vocabulary.encodable()
     pairs = list(_checked_merges(vocabulary, merges, tokens))
-    engine = tokenizers.Tokenizer(models.BPE(vocab=tokens, merges=pairs, ignore_merges=pre.ignore_merges))
+    tokens[UNKNOWN] = len(vocabulary.texts)
+    bpe = models.BPE(vocab=tokens, merges=pairs, unk_token=UNKNOWN, ignore_merges=pre.ignore_merges)
+    engine = tokenizers.Tokenizer(bpe)
     cuts = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns]
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     engine.pre_tokenizer = pre_tokenizers.Sequence([*cuts, alphabet])
     return engine
 
 
-def _checked_merges(
-    vocabulary: Vocabulary, merges: list[bytes], tokens: dict[str, int]
-) -> Iterator[tuple[str, str]]:
+def _checked_merges(vocabulary: Vocabulary, merges: list[bytes], tokens: dict[str, int]) -> Iterator[tuple[str, str]]:
     """The merges as pairs, without those that would make a control or unused token out of plain text."""
     texts, ids = vocabulary.texts, vocabulary.ids
     for rank, merge in enumerate(merges):

@@ -111,9 +111,7 @@ def _texts(gguf: GGUF) -> list[str]:
         try:
             texts.append(token.decode())
         except UnicodeDecodeError as error:
-            raise TokenizerError(
-                f"{gguf.path}: token {len(texts)} of {key} is not UTF-8: {token!r}"
-            ) from error
+            raise TokenizerError(f"{gguf.path}: token {len(texts)} of {key} is not UTF-8: {token!r}") from error
     if not texts:
         raise TokenizerError(f"{gguf.path}: {key} is empty; convert the model again")
     return texts
@@ -124,9 +122,7 @@ def _ids(where: Path, texts: list[str]) -> dict[str, int]:
     ids: dict[str, int] = {}
     for token, text in enumerate(texts):
         if text and ids.setdefault(text, token) != token:
-            raise TokenizerError(
-                f"{where}: tokens {ids[text]} and {token} are both {text!r}; convert the model again"
-            )
+            raise TokenizerError(f"{where}: tokens {ids[text]} and {token} are both {text!r}; convert the model again")
     return ids
 
 
@@ -142,17 +138,13 @@ def _kinds(gguf: GGUF, texts: list[str]) -> bytearray:
         if not text:
             kinds[token] = Kind.UNUSED
         elif kinds[token] == Kind.BYTE and byte_of_name(text) is None:
-            raise TokenizerError(
-                f"{gguf.path}: token {token} is of type byte but called {text!r}, not <0xNN>"
-            )
+            raise TokenizerError(f"{gguf.path}: token {token} is of type byte but called {text!r}, not <0xNN>")
     return kinds
 
 
 def _check_length(where: Path, key: str, length: int, n_vocab: int) -> None:
     if length != n_vocab:
-        raise TokenizerError(
-            f"{where}: {key} has {length} values for {n_vocab} tokens; convert the model again"
-        )
+        raise TokenizerError(f"{where}: {key} has {length} values for {n_vocab} tokens; convert the model again")
 
 
 def _special_id(gguf: GGUF, name: str, n_vocab: int, default: int | None = None) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Callable
@@ -55,8 +56,10 @@ class DirectFile:
         """
         assert offset % PAGE == 0
         assert len(view) % PAGE == 0
+        assert ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE == 0
+        wanted = min(len(view), self.size - offset)  # not a byte beyond the end: some devices refuse to say "none"
         done = 0
-        while done < len(view):
+        while done < wanted:
             try:
                 count = self._read(self._fd, view[done : done + BLOCK], offset + done)
             except OSError as error:
@@ -64,7 +67,7 @@ class DirectFile:
                 raise StorageError(f"reading {self.path} failed at byte {offset + done}: {what}") from error
             if count == 0:
                 break
-            done = _resume_at(done, count, end=self.size - offset)
+            done = _resume_at(done, count, wanted)
         if not self.direct:
             os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
         return done

@@ -53,9 +53,9 @@ class _Ring:
 class Store:
     """The units of a model: some pinned in memory, the others streamed through `n_slots` slots.
 
-    `hold(i)` gives the address of unit i, waiting for its bytes; `release(i)` gives the slot back to the reader. The
-    reader assumes that units are asked for in order and in a circle; asking for another one is right, only slower.
-    Not thread-safe: one caller. StorageError from `hold` leaves the store usable; the next `hold` reads anew.
+    `hold(i)` gives the address of unit i, waiting for its bytes; `release` of that address gives the slot back to the
+    reader. The reader assumes that units are asked for in order and in a circle; asking for another one is right, only
+    slower. Not thread-safe: one caller. StorageError from `hold` leaves the store usable; the next `hold` reads anew.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Store:
         self._circle = [index for index in range(len(units)) if index not in pinned]
         self._place_in_circle = {unit: place for place, unit in enumerate(self._circle)}
         self._pinned: dict[int, Pages] = {}
-        self._held: dict[int, _Slot] = {}
+        self._held: dict[int, _Slot] = {}  # by address
         self._ring = _Ring()
         self._thread: threading.Thread | None = None
         try:
@@ -111,7 +111,7 @@ class Store:
             try:
                 yield index, address
             finally:
-                self.release(index)
+                self.release(address)
 
     def hold(self, index: int) -> int:
         """The address of a unit, once its bytes are there; pair with `release`."""
@@ -120,12 +120,12 @@ class Store:
         started = time.perf_counter()
         slot = self._take(index)
         self.stats.stall_s += time.perf_counter() - started
-        self._held[index] = slot
+        self._held[slot.pages.address] = slot
         return slot.pages.address
 
-    def release(self, index: int) -> None:
-        """The unit is not needed any more in this pass."""
-        slot = self._held.pop(index, None)
+    def release(self, address: int) -> None:
+        """The unit that was held at this address is not needed any more in this pass."""
+        slot = self._held.pop(address, None)
         if slot is not None:
             with self._ring.changed:
                 self._ring.free.append(slot)
@@ -141,6 +141,7 @@ class Store:
             self._thread = None
         for slot in (*self._ring.free, *self._ring.filled, *self._held.values()):
             slot.pages.close()
+        self._ring.filled.clear()
         for pages in self._pinned.values():
             pages.close()
         for file in self._files:
@@ -177,18 +178,25 @@ class Store:
             if not self._is_coming(index):
                 self._restart_at(index)
             while not ring.filled and ring.failure is None:
+                assert not ring.closed, "the store is closed, or its reader died"
                 ring.changed.wait()
-            if ring.failure is not None:
-                failure, ring.failure = ring.failure, None
-                self._restart_at(index)
-                raise failure
+            if not ring.filled:
+                raise self._failure_at(index)
             return ring.filled.popleft()
 
     def _is_coming(self, index: int) -> bool:
-        """Whether the next slot to be handed out holds this unit."""
+        """Whether the next slot to be handed out will hold this unit. What failed before it was asked for may not."""
         ring = self._ring
-        upcoming = ring.filled[0].unit if ring.filled else self._circle[ring.next_unit]
-        return upcoming == index
+        if ring.filled:
+            return ring.filled[0].unit == index
+        return self._circle[ring.next_unit] == index and ring.failure is None
+
+    def _failure_at(self, index: int) -> LeverError:
+        """What kept the reader from this unit; it tries again meanwhile."""
+        failure = self._ring.failure
+        assert failure is not None
+        self._restart_at(index)
+        return failure
 
     def _restart_at(self, index: int) -> None:
         ring = self._ring
@@ -202,6 +210,14 @@ class Store:
     # The reader's side
 
     def _read_on(self) -> None:
+        try:
+            self._read_in_a_circle()
+        finally:  # whatever ended it: nobody shall wait for it
+            with self._ring.changed:
+                self._ring.closed = True
+                self._ring.changed.notify_all()
+
+    def _read_in_a_circle(self) -> None:
         ring = self._ring
         while True:
             with ring.changed:

@@ -70,8 +70,12 @@ class RepackedWeights:
         self._buffers: list[int] = []
         self._overlays: list[Buffer] = []
         self._units: list[dict[str, int]] = []
-        for index, address in store.stream(range(len(store.units))):
-            self._units.append(self._load(store.units[index], address))
+        try:
+            for index, address in store.stream(range(len(store.units))):
+                self._units.append(self._load(store.units[index], address))
+        except BaseException:
+            self.close()
+            raise
         store.close()
 
     def stream(self, indices: Iterable[int]) -> Iterator[Tensors]:

@@ -1,0 +1,62 @@
+"""Tiny models opened and asked for their logits, for tests that compare bits or numbers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lever.arch import ModelConfig
+from lever.gguf import read
+from lever.loader import LoadedModel, ModelSettings
+from lever.weights.reader import DirectFile, ReadInto, read_into
+
+N_TOKENS = 290  # beyond 256, where attention goes over more slots
+TOKENS = [int(token) for token in np.random.default_rng(1).integers(5, 250, N_TOKENS)]
+
+Logits = NDArray[np.float32]
+
+
+@contextmanager
+def open_tiny(path: Path, *, device: ReadInto = read_into, **settings: Any) -> Iterator[LoadedModel]:
+    """A loaded model with memory to spare, so that settings alone decide what is pinned; read through `device`."""
+    gguf = read(path)
+    chosen = ModelSettings(**{"dram": 1 << 40, "n_ctx": 512, "n_logits": 32, "pin_percent": 0} | settings)
+    with mock.patch("lever.loader.DirectFile", functools.partial(DirectFile, read=device)):
+        loaded = LoadedModel(gguf, ModelConfig.from_gguf(gguf), chosen)
+    with loaded:
+        yield loaded
+
+
+def logits_of(loaded: LoadedModel, tokens: Sequence[int]) -> Logits:
+    """Logits [len(tokens), n_vocab] of the rows that `tokens` append to the cache."""
+    model, parts = loaded.model, []
+    for start in range(0, len(tokens), loaded.shape.n_batch):
+        part = tokens[start : start + loaded.shape.n_batch]
+        model.forward(part)
+        for row in range(0, len(part), loaded.shape.n_logits):
+            rows = range(row, min(row + loaded.shape.n_logits, len(part)))
+            parts.append(model.project(rows).copy())
+    return np.concatenate(parts)
+
+
+def tiny_logits(path: Path, tokens: Sequence[int] = TOKENS, **settings: Any) -> Logits:
+    """Logits of every token of a fresh model."""
+    with open_tiny(path, **settings) as loaded:
+        return logits_of(loaded, tokens)
+
+
+def same_bits(a: Logits, b: Logits) -> bool:
+    """Whether two arrays are equal bit for bit: signs of zeros too, and no NaN anywhere."""
+    return bool(np.isfinite(a).all()) and np.array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+def relative_error(found: Logits, expected: NDArray[np.float64]) -> float:
+    """Root mean square of the difference over that of what is expected."""
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
