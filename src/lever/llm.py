@@ -53,8 +53,6 @@ class LLM:
         self.tokenizer = Tokenizer.from_gguf(gguf)
         self.loaded = _load(_without_vocabulary(gguf), ModelConfig.from_gguf(gguf), settings, progress)
         self._engine = Engine(self.loaded.model, self.loaded.store, settings.n_threads)
-            self.loaded.model, self.loaded.store, Threads(settings.n_threads, settings.n_threads)
-        )
 
     def encode_raw(self, text: str) -> list[int]:
         """Tokens of a prompt without a chat template: special tokens in the text count, as for llama.cpp's -p."""

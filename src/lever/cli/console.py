@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 stderr = Console(stderr=True, highlight=False)
 stdout = Console(highlight=False)
@@ -36,7 +36,7 @@ class Bar:
     def __init__(self, unit: str = "bytes") -> None:
         self._unit = unit
         self._progress: Progress | None = None
-        self._task = None
+        self._task: TaskID | None = None
         self._done, self._total, self._what = 0, 0, ""
         self._last_line = 0.0
 

@@ -10,9 +10,10 @@ follows llama.cpp, so that ids are the same. Three things differ on purpose:
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import tokenizers
 
@@ -147,6 +148,11 @@ class Tokenizer:
 
     def is_control(self, token: int) -> bool:
         return self._kind(token) == Kind.CONTROL
+
+    @functools.cached_property
+    def control_texts(self) -> Mapping[str, int]:
+        """Texts that mean a token only with `parse_special`, and their tokens."""
+        return {text: token for text, token in self._special if self._kinds[token] != Kind.USER_DEFINED}
 
     def _kind(self, token: int) -> int:
         if not 0 <= token < self.n_vocab:
