@@ -52,7 +52,7 @@ class LLM:
         self.name = name or str(path)
         self.tokenizer = Tokenizer.from_gguf(gguf)
         self.loaded = _load(_without_vocabulary(gguf), ModelConfig.from_gguf(gguf), settings, progress)
-        self._engine = Engine(self.loaded.model, self.loaded.store, settings.n_threads)
+        self.engine = Engine(self.loaded.model, self.loaded.store, settings.n_threads)
 
     def encode_raw(self, text: str) -> list[int]:
         """Tokens of a prompt without a chat template: special tokens in the text count, as for llama.cpp's -p."""
@@ -101,7 +101,7 @@ class LLM:
         on_prefill: Callable[[int], None],
     ) -> Iterator[Step]:
         sampler = Sampler(_without_end(settings, self.tokenizer), self.loaded.config.n_vocab)
-        return self._engine.steps(
+        return self.engine.steps(
             prompt,
             sampler.draw,
             max_new_tokens=settings.max_new_tokens,

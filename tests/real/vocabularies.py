@@ -91,10 +91,11 @@ def sentencepiece(
     """
     control = ("<s>", "</s>")
     lines = tuple(re.sub("[^\x01-\uffff]", "", text.replace(" ", "▁")) for text in texts)
-    # From parts of the control tokens, llama.cpp would build them.
-    parts = {text[start:end] for text in control for start in range(4) for end in range(start + 1, 5)}
+    # llama.cpp would join parts of control, byte and unused tokens to these tokens; lever, on purpose, does not.
+    parts = {text[start:end] for text in ("<unk>", *control) for start in range(5) for end in range(start + 1, 6)}
     names = ("<unk>", *control, *(f"<0x{byte:02X}>" for byte in range(256)))
-    learned = learn_merges(lines, merges, frozenset({*names, *USER_DEFINED, *UNUSED, *parts}))
+    clean = tuple(line for line in lines if not re.search("<[^<>]*>|<0x|UNUSED", line))
+    learned = learn_merges(clean, merges, frozenset({*names, *USER_DEFINED, *UNUSED, *parts}))
     letters = sorted(set("".join(lines)))
     normal = [*map("".join, learned), *letters, *pieces]
     tokens = [*names, *normal, *USER_DEFINED, *UNUSED]

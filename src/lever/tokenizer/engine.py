@@ -20,7 +20,7 @@ UNKNOWN = "no token"
 def byte_level_engine(vocabulary: Vocabulary, merges: list[bytes], pre: PreTokenizer) -> tokenizers.Tokenizer:
     """BPE by the file's list of merges, on words cut by `pre`. A byte without a token becomes id n_vocab."""
     tokens = vocabulary.encodable()
-    pairs = list(_checked_merges(vocabulary, merges, tokens))
+    pairs = list(_pairs(vocabulary, merges, tokens))
     tokens[UNKNOWN] = len(vocabulary.texts)
     bpe = models.BPE(vocab=tokens, merges=pairs, unk_token=UNKNOWN, ignore_merges=pre.ignore_merges)
     engine = tokenizers.Tokenizer(bpe)
@@ -30,21 +30,18 @@ def byte_level_engine(vocabulary: Vocabulary, merges: list[bytes], pre: PreToken
     return engine
 
 
-def _checked_merges(vocabulary: Vocabulary, merges: list[bytes], tokens: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """The merges as pairs, without those that would make a control or unused token out of plain text."""
-    texts, ids = vocabulary.texts, vocabulary.ids
+def _pairs(vocabulary: Vocabulary, merges: list[bytes], tokens: dict[str, int]) -> Iterator[tuple[str, str]]:
+    """The merges, without those that would make a control or unused token out of plain text."""
+    texts = vocabulary.texts
     for rank, merge in enumerate(merges):
-        try:
-            left, right = merge.decode().split(" ")
-            parts = texts[ids[left]], texts[ids[right]]  # the strings there are, not two new ones per merge
-            product = ids[left + right]
-        except (ValueError, KeyError):
+        left, _, right = merge.decode(errors="replace").partition(" ")
+        if left in tokens and right in tokens and left + right in tokens:
+            yield texts[tokens[left]], texts[tokens[right]]  # the strings there are, not two more per merge
+        elif not {left, right, left + right} <= vocabulary.ids.keys():
             raise TokenizerError(
                 f"{vocabulary.where}: merge {rank}, {merge!r}, does not join two tokens into a third; "
                 f"convert the model again"
-            ) from None
-        if texts[product] in tokens and left in tokens and right in tokens:
-            yield parts
+            )
 
 
 def sentencepiece_engine(vocabulary: Vocabulary, scores: list[float]) -> tokenizers.Tokenizer:
