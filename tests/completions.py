@@ -21,10 +21,11 @@ class Drawn:
 class Completions:
     """One model in llama.cpp, with the plain kernels: no repacked copy of the weights, no flash attention."""
 
-    def __init__(self, model: Path, *, n_ctx: int = 1024, n_threads: int = 2) -> None:
+    def __init__(self, model: Path, *, n_ctx: int = 1024, n_batch: int = 64, n_threads: int = 2) -> None:
         params: Any = xllamacpp.CommonParams()
         params.model.path = str(model)
         params.n_ctx, params.n_batch, params.n_parallel = n_ctx, 64, 1
+        params.n_ubatch = n_batch
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = n_threads
         params.no_extra_bufts = True
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED

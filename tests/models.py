@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from lever.arch import ModelConfig
 from lever.gguf import read
 from lever.loader import LoadedModel, ModelSettings
+from lever.weights.plan import ModelUnits, Plan, make_plan
 from lever.weights.reader import DirectFile, ReadInto, read_into
 
 N_TOKENS = 290  # beyond 256, where attention goes over more slots
@@ -24,14 +26,26 @@ Logits = NDArray[np.float32]
 
 
 @contextmanager
-def open_tiny(path: Path, *, device: ReadInto = read_into, **settings: Any) -> Iterator[LoadedModel]:
+def open_tiny(
+    path: Path, *, device: ReadInto = read_into, stream_projection: bool = False, **settings: Any
+) -> Iterator[LoadedModel]:
     """A loaded model with memory to spare, so that settings alone decide what is pinned; read through `device`."""
     gguf = read(path)
     chosen = ModelSettings(**{"dram": 1 << 40, "n_ctx": 512, "n_logits": 32, "pin_percent": 0} | settings)
-    with mock.patch("lever.loader.DirectFile", functools.partial(DirectFile, read=device)):
+    with ExitStack() as stack:
+        file = functools.partial(DirectFile, read=device)
+        stack.enter_context(mock.patch("lever.loader.DirectFile", file))
+        if stream_projection:
+            stack.enter_context(mock.patch("lever.loader.make_plan", plan_without_projection))
         loaded = LoadedModel(gguf, ModelConfig.from_gguf(gguf), chosen)
     with loaded:
         yield loaded
+
+
+def plan_without_projection(units: ModelUnits, *rest: Any, n_slots: int, **options: Any) -> Plan:
+    """What a budget gives that has room for the layers asked for and not for the projection."""
+    plan = make_plan(units, *rest, n_slots=n_slots, **options)
+    return replace(plan, pinned=plan.pinned.difference(units.projection), n_slots=n_slots)
 
 
 def logits_of(loaded: LoadedModel, tokens: Sequence[int]) -> Logits:

@@ -38,9 +38,9 @@ class Engine:
     def __init__(self, model: Model, store: Store, n_threads: int) -> None:
         self._model = model
         self._store = store
-        self._n_threads = n_threads
+        self._layer_threads = ThreadChooser(n_threads, n_threads)
         # Streaming starts with one thread: it nearly always keeps up, and leaves the rest of the machine alone.
-        self._chooser = ThreadChooser(1 if store.streamed else n_threads, n_threads)
+        self._pass_threads = ThreadChooser(1 if store.streamed else n_threads, n_threads)
         self._cached: list[int] = []
 
     def steps(
@@ -55,12 +55,14 @@ class Engine:
     ) -> Iterator[Step]:
         """New tokens one by one, until an end token, `max_new_tokens` or a full context.
 
-        `on_prefill` is told how many prompt tokens each pass has brought. ContextOverflow when the prompt leaves no
+        `on_prefill` is told of prompt tokens as they are read. ContextOverflow when the prompt leaves no
         room for a new token.
         """
         self._check(prompt)
         tokens = list(prompt)
         logits = self._prefill(prompt, stats, on_prefill)
+        if max_new_tokens == 0:
+            return
         n_ctx = self._model.shape.n_ctx
         limit = n_ctx if max_new_tokens is None else min(n_ctx, len(prompt) + max_new_tokens)
         figures = _Figures(self._model, self._store, stats)
@@ -94,28 +96,54 @@ class Engine:
         self._model.kv.truncate(n_cached)
         del self._cached[n_cached:]
         stats.prompt_tokens, stats.cached_tokens = len(prompt), n_cached
-        self._model.n_threads = self._n_threads
         n_batch = self._model.shape.n_batch
         for start in range(n_cached, len(prompt), n_batch):
             part = prompt[start : start + n_batch]
-            self._forward(part)
-            on_prefill(len(part))
+            self._wide_pass(part, on_prefill)
         logits: NDArray[np.float32] = self._model.project([len(part) - 1])[0]
         stats.prefill_s = time.perf_counter() - started
         return logits
 
+    def _wide_pass(self, tokens: Sequence[int], on_prefill: Callable[[int], None]) -> None:
+        """One pass for a part of the prompt; after each layer its share of the tokens counts as read."""
+        n_layers = self._model.config.n_layers
+        clock = _Clock(self._store)
+        self._model.n_threads = self._layer_threads.count
+
+        def after_layer(layer: int) -> None:
+            self._layer_threads.observe(*clock.lap())
+            self._model.n_threads = self._layer_threads.count
+            on_prefill(len(tokens) * (layer + 1) // n_layers - len(tokens) * layer // n_layers)
+
+        self._model.forward(tokens, after_layer)
+        self._cached.extend(tokens)
+
     def _cycle(self, token: int) -> NDArray[np.float32]:
-        """One pass for one token, with as many threads as have proved best; the logits after it."""
-        started, stalled = time.perf_counter(), self._store.stats.stall_s
-        self._model.n_threads = self._chooser.count
-        self._forward([token])
+        """One pass for one token; the logits after it."""
+        clock = _Clock(self._store)
+        self._model.n_threads = self._pass_threads.count
+        self._model.forward([token])
+        self._cached.append(token)
         logits: NDArray[np.float32] = self._model.project([0])[0]
-        self._chooser.observe(time.perf_counter() - started, self._store.stats.stall_s - stalled)
+        self._pass_threads.observe(*clock.lap())
         return logits
 
-    def _forward(self, tokens: Sequence[int]) -> None:
-        self._model.forward(tokens)
-        self._cached.extend(tokens)
+
+class _Clock:
+    """Time, and time spent waiting for reads."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._last = self._now()
+
+    def lap(self) -> tuple[float, float]:
+        """Seconds, and seconds of waiting, since the last lap."""
+        now = self._now()
+        (seconds, stalled), self._last = ((now[0] - self._last[0], now[1] - self._last[1]), now)
+        return seconds, stalled
+
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), self._store.stats.stall_s
 
 
 class _Figures:

@@ -15,7 +15,7 @@ from lever import gguf as gguf_file
 from lever.arch import ModelConfig
 from lever.chat import ChatTemplate
 from lever.engine import Engine, FinishReason, Step
-from lever.errors import TemplateError
+from lever.errors import TemplateError, UsageError
 from lever.gguf import GGUF
 from lever.loader import LoadedModel, ModelSettings, Progress
 from lever.memory import peak_rss_bytes
@@ -36,9 +36,15 @@ class GenerationSettings:
     """One request: how tokens are drawn, and when to stop."""
 
     sampler: SamplerSettings
-    max_new_tokens: int | None = None  # None: until an end token or a full context
+    max_new_tokens: int | None = None  # None: until an end token or a full context; 0: the prompt is only read
     stops: Sequence[str] = ()
     ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """UsageError for what lies outside its range."""
+        if self.max_new_tokens is not None and self.max_new_tokens < 0:
+            raise UsageError(f"max-tokens is {self.max_new_tokens}: it must be at least 0, or -1 for no limit")
+        StopMatcher(self.stops)
 
 
 class LLM:
@@ -141,6 +147,12 @@ class Generation:
         self._stops = StopMatcher(settings.stops)
 
     def __iter__(self) -> Iterator[str]:
+        try:
+            yield from self._pieces()
+        finally:  # Ctrl-C among others: the figures are of what there is
+            self.stats.peak_rss_bytes = peak_rss_bytes()
+
+    def _pieces(self) -> Iterator[str]:
         for step in self._steps:
             piece, stopped = self._take(step)
             if piece:
@@ -148,13 +160,12 @@ class Generation:
                 yield piece
             if stopped:
                 self.finish_reason = "stop"
-                break
-        else:
-            tail = self._last_text()
-            if tail:
-                self.text += tail
-                yield tail
-        self.stats.peak_rss_bytes = peak_rss_bytes()
+                return
+        self.finish_reason = self.finish_reason or "length"  # no token was asked for
+        tail = self._last_text()
+        if tail:
+            self.text += tail
+            yield tail
 
     def _take(self, step: Step) -> tuple[str, bool]:
         """Text that a step makes safe to show, and whether it completes a stop string."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
@@ -96,8 +96,8 @@ class LoadedModel:
             for part, nbytes in self.plan.parts.items():
                 self.ledger.reserve(part, nbytes)
                 stack.callback(self.ledger.release, part, nbytes)
-            self.store = self._open_store(stack, progress or Progress())
-            self.model = self._open_model(stack, settings)
+            self.store, weights = self._open_weights(stack, settings, progress or Progress())
+            self.model = self._open_model(stack, settings, weights)
             self._cleanup = stack.pop_all()
 
     @property
@@ -117,44 +117,37 @@ class LoadedModel:
     ) -> None:
         self.close()
 
-    @property
-    def direct_io(self) -> bool:
-        """Whether weights are read past the page cache."""
-        return self.store.direct_io
-
-    def _open_store(self, stack: ExitStack, progress: Progress) -> Store:
+    def _open_weights(
+        self, stack: ExitStack, settings: ModelSettings, progress: Progress
+    ) -> tuple[Store, Weights]:
+        """The store that passes read from, and the tensors. A repacked model needs no store once it is loaded."""
+        units, plan = self.units.units, self.plan
+        progress.start(sum(units[index].nbytes for index in plan.pinned))
         files = [stack.enter_context(DirectFile(path)) for path in self.gguf.files]
-        progress.start(sum(self.units.units[index].nbytes for index in self.plan.pinned))
-        store = Store(
-            files, self.units.units, self.plan.pinned, self.plan.n_slots, on_pinned=progress.advance
-        )
-        stack.callback(store.close)
-        return store
-
-    def _open_model(self, stack: ExitStack, settings: ModelSettings) -> Model:
-        weights = self._weights(settings)
+        if settings.layout == "repacked":
+            with Store(files, units, (), settings.n_slots) as passing:
+                repacked = RepackedWeights(self.ggml, passing, on_loaded=progress.advance)
+            stack.callback(repacked.close)
+            return stack.enter_context(Store((), ())), repacked
+        store = stack.enter_context(Store(files, units, plan.pinned, plan.n_slots, on_pinned=progress.advance))
+        weights = StreamedWeights(self.ggml, store)
         stack.callback(weights.close)
+        return store, weights
+
+    def _open_model(self, stack: ExitStack, settings: ModelSettings, weights: Weights) -> Model:
         table = self.gguf.tensors["token_embd.weight"]
         embedding = EmbeddingRows(DirectFile(self.gguf.files[table.file]), table, GRAPH_ROWS)
+        stack.callback(embedding.close)
         model = Model(self.ggml, self.config, self.units, weights, embedding, self.shape, settings.n_threads)
         stack.callback(model.close)
         return model
 
-    def _weights(self, settings: ModelSettings) -> Weights:
-        if settings.layout == "repacked":
-            return RepackedWeights(self.ggml, self.store)
-        return StreamedWeights(self.ggml, self.store)
 
-
-def plan(
-    ggml: Library, config: ModelConfig, units: ModelUnits, settings: ModelSettings
-) -> tuple[ModelShape, Plan]:
+def plan(ggml: Library, config: ModelConfig, units: ModelUnits, settings: ModelSettings) -> tuple[ModelShape, Plan]:
     """What fits in the budget. A context that was not asked for is halved until it does, down to 512 positions."""
     n_ctx = settings.n_ctx or min(DEFAULT_CTX, config.n_ctx_train)
     if n_ctx > config.n_ctx_train:
-        raise UsageError(
-            f"a context of {n_ctx} is beyond the {config.n_ctx_train} that the model was trained for"
-        )
+        raise UsageError(f"a context of {n_ctx} is beyond the {config.n_ctx_train} that the model was trained for")
     types = {place.tensor.type for unit in units.units for place in unit.places}
     multiple = row_multiple(ggml, types, repacked=settings.layout == "repacked")
     release_unused()
@@ -182,5 +175,5 @@ def _plan_with(
         plan = make_plan(units, {**fixed, "loading": ring}, settings.dram, pin_percent=100)
         if plan.n_slots:
             raise does_not_fit({**plan.parts, PROJECTION: units.projection_nbytes}, settings.dram)
-        return replace(plan, pinned=frozenset(), n_slots=settings.n_slots)
+        return plan
     return make_plan(units, fixed, settings.dram, pin_percent=settings.pin_percent, n_slots=settings.n_slots)

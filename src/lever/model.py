@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -73,10 +73,11 @@ class Model:
     def n_threads(self, count: int) -> None:
         self._backend.n_threads = count
 
-    def forward(self, tokens: Sequence[int]) -> None:
+    def forward(self, tokens: Sequence[int], after_layer: Callable[[int], None] = lambda _layer: None) -> None:
         """One pass over the layers for up to n_batch tokens, which come behind those in the cache.
 
-        ContextOverflow before anything is computed. An error in mid-pass leaves the cache at its old length.
+        `after_layer` is called with the number of each layer that is done, while the next one is read. ContextOverflow
+        before anything is computed. An error in mid-pass leaves the cache at its old length.
         """
         assert 0 < len(tokens) <= self.shape.n_batch
         self.kv.require(len(tokens))
@@ -86,6 +87,7 @@ class Model:
         for layer, weights in enumerate(self._weights.stream(self._units.layers)):
             for block in blocks:
                 self._layer(layer, weights, block)
+            after_layer(layer)
         self.kv.length += len(tokens)
 
     def project(self, rows: Sequence[int]) -> NDArray[np.float32]:
@@ -116,14 +118,12 @@ class Model:
         return logits
 
     def close(self) -> None:
-        """Free everything, weights included."""
+        """Free cache, workspace and graphs; weights and embedding are their owner's."""
         self._allocator.close()
         self._context.close()
         self._backend.close()
         self._workspace.close()
         self.kv.close()
-        self._embedding.close()
-        self._weights.close()
 
     def _blocks(self, n_rows: int) -> Iterator[Block]:
         for start in range(0, n_rows, GRAPH_ROWS):
@@ -180,8 +180,7 @@ def compute_nbytes(ggml: Library, config: ModelConfig, units: ModelUnits, shape:
         intermediate = max(allocator.size_of(graph) for graph in graphs)
     # ggml's own buffer for one product at a time: its rows, converted to the type that the weights are dotted with.
     rows = shape.padded(min(GRAPH_ROWS, shape.n_batch))
-    shares = F16_BYTES * shape.n_slots * rows * config.n_heads
-    return intermediate + max(shares, F32_BYTES * rows * max(config.n_ff, config.n_embd))
+    return intermediate + F32_BYTES * rows * max(config.n_ff, config.n_embd)
 
 
 @contextmanager

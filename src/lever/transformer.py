@@ -112,9 +112,7 @@ class Transformer:
             values,
         )
 
-    def _store(
-        self, ctx: int, graph: int, kv: LayerKV, n_slots: int, keys: int, values: int, rows: Rows
-    ) -> None:
+    def _store(self, ctx: int, graph: int, kv: LayerKV, n_slots: int, keys: int, values: int, rows: Rows) -> None:
         """Keys and values of the real rows into their slots, before anything reads the cache."""
         ggml, width = self._ggml, self._config.n_embd_kv
         key_row, value_row = F16_BYTES * width, F16_BYTES * n_slots
@@ -126,20 +124,20 @@ class Transformer:
         ggml.build_forward_expand(graph, ggml.cpy(ctx, ggml.transpose(ctx, new_values), value_slots))
 
     def _attention(self, ctx: int, kv: LayerKV, n_slots: int, queries: int, rows: Rows) -> int:
-        """Attention of every row over the slots that its mask shows: [n_heads * head_dim, m]."""
+        """Attention of every row over the slots that its mask shows: [n_heads * head_dim, m].
+
+        Keys and values are widened to F32 first. ggml's F16 products sum in F16 on CPUs that compute in it
+        (AVX512-FP16, Armv8.2 fp16): scores of real models overflow there, and what does not has three digits.
+        """
         ggml, c = self._ggml, self._config
         key_row, value_row = F16_BYTES * c.n_embd_kv, F16_BYTES * n_slots
-        keys = ggml.view_3d(
-            ctx, kv.keys, c.head_dim, rows.n_kv, c.n_kv_heads, key_row, F16_BYTES * c.head_dim, 0
-        )
-        values = ggml.view_3d(
-            ctx, kv.values, rows.n_kv, c.head_dim, c.n_kv_heads, value_row, value_row * c.head_dim, 0
-        )
+        keys = ggml.view_3d(ctx, kv.keys, c.head_dim, rows.n_kv, c.n_kv_heads, key_row, F16_BYTES * c.head_dim, 0)
+        values = ggml.view_3d(ctx, kv.values, rows.n_kv, c.head_dim, c.n_kv_heads, value_row, value_row * c.head_dim, 0)
         queries = ggml.permute(ctx, queries, 0, 2, 1, 3)
-        scores = ggml.mul_mat(ctx, keys, queries)  # [n_kv, m, n_heads]
+        scores = ggml.mul_mat(ctx, ggml.cast(ctx, keys, F32), queries)  # [n_kv, m, n_heads]
         shares = ggml.soft_max_ext(ctx, scores, rows.mask, 1.0 / math.sqrt(c.head_dim), 0.0)
-        mixed = ggml.permute(ctx, ggml.mul_mat(ctx, values, shares), 0, 2, 1, 3)
-        joined: int = ggml.cont_2d(ctx, mixed, c.head_dim * c.n_heads, rows.m)
+        mixed = ggml.mul_mat(ctx, ggml.cast(ctx, values, F32), shares)  # [head_dim, m, n_heads]
+        joined: int = ggml.cont_2d(ctx, ggml.permute(ctx, mixed, 0, 2, 1, 3), c.head_dim * c.n_heads, rows.m)
         return joined
 
     def _rope(self, ctx: int, x: int, rope_freqs: int | None, positions: int) -> int:

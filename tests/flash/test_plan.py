@@ -166,7 +166,7 @@ def test_D8_a_share_that_does_not_fit_is_refused_rather_than_cut() -> None:
 
 def test_D8_a_model_is_refused_before_a_byte_of_it_is_allocated(tmp_path: Path) -> None:
     gguf = read(tiny.tiny_model(tmp_path / "tiny.gguf"))
-    with pytest.raises(DoesNotFit, match="Python .* KV cache .* rows and buffers .* ring"):
+    with pytest.raises(DoesNotFit, match=r"Python .* KV cache .* rows and buffers .* ring"):
         LoadedModel(gguf, ModelConfig.from_gguf(gguf), ModelSettings(dram=10 * MIB))
 
 

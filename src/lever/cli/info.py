@@ -2,43 +2,57 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from lever import gguf as gguf_file
-from lever.arch import ModelConfig
 from lever.cli import options as o
-from lever.cli.console import bar, stdout
+from lever.cli.console import bar, printable, write_json, write_table
 from lever.cli.run import DEFAULT_MODEL
-from lever.gguf import GGUF, TYPES
-from lever.kv_cache import kv_bytes
-from lever.memory import format_size
-from lever.models import resolve
-from lever.weights.plan import ModelUnits, model_units
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lever.arch import ModelConfig
+    from lever.gguf import GGUF
+    from lever.weights.plan import ModelUnits
 
 
 def info(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As for run.")] = DEFAULT_MODEL,
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo."),
+    ] = DEFAULT_MODEL,
     json_output: o.Json = False,
     offline: o.Offline = False,
 ) -> None:
-    """Show a model's shape, types and sizes, and what a pass over it reads."""
+    """Show a model's shape, types and sizes, and what a pass over it reads.
+
+    lever info demo
+    lever info model.gguf --json
+    """
+    from lever import gguf as gguf_file
+    from lever.arch import ModelConfig
+    from lever.models import resolve
+    from lever.weights.plan import model_units
+
     with bar() as progress:
         path = resolve(model, offline=offline, progress=progress).path
     gguf = gguf_file.read(path)
     config = ModelConfig.from_gguf(gguf)
     facts = _facts(gguf, config, model_units(gguf, config))
     if json_output:
-        print(json.dumps(facts, ensure_ascii=False))  # noqa: T201 - the answer
+        write_json(facts)
     else:
-        stdout.print(_table(facts))
+        write_table(_table(facts))
 
 
 def _facts(gguf: GGUF, config: ModelConfig, units: ModelUnits) -> dict[str, object]:
+    from collections import Counter
+
+    from lever.gguf import TYPES
+    from lever.kv_cache import kv_bytes
+
     layers = [units.units[index].nbytes for index in units.layers]
     types = Counter(TYPES[tensor.type].name for tensor in gguf.tensors.values())
     return {
@@ -62,6 +76,7 @@ def _facts(gguf: GGUF, config: ModelConfig, units: ModelUnits) -> dict[str, obje
         "layer_bytes": {"smallest": min(layers), "largest": max(layers)},
         "layers_bytes": sum(layers),
         "output_projection_bytes": units.projection_nbytes,
+        "pass_bytes": sum(layers) + units.projection_nbytes,  # when nothing is kept in memory
         "kv_bytes_per_1024_tokens": kv_bytes(config, 1024),
         "tokenizer": gguf.text("tokenizer.ggml.model", ""),
         "pre_tokenizer": gguf.text("tokenizer.ggml.pre", ""),
@@ -70,13 +85,18 @@ def _facts(gguf: GGUF, config: ModelConfig, units: ModelUnits) -> dict[str, obje
 
 
 def _table(facts: dict[str, object]) -> Table:
+    from rich.table import Table
+
     table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
     for name, value in facts.items():
-        table.add_row(name.replace("_", " "), _readable(name, value), style=None)
+        table.add_row(name.replace("bytes", "size").replace("_", " "), printable(_readable(name, value)))
     return table
 
 
 def _readable(name: str, value: object) -> str:
+    from lever.memory import format_size
+
     if isinstance(value, dict):
         return ", ".join(f"{key} {_readable(name, part)}" for key, part in value.items())
     if isinstance(value, bool):

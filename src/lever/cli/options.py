@@ -1,14 +1,21 @@
-"""The flags that verbs share: names as in llama.cpp, a LEVER_ variable for each, help that teaches."""
+"""The flags that verbs share: names as in llama.cpp, a LEVER_ variable for each, help that teaches.
+
+Ranges are checked where the settings are made (`lever.settings`, `lever.loader`), not here.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-PROMPT, MEMORY, SAMPLING, OUTPUT = "Prompt", "Memory and speed", "Sampling", "Output and the rest"
+PROMPT, MEMORY, SAMPLING, OUTPUT = "Prompt", "Memory and speed", "Sampling", "Options"
+INTERRUPTED = 130  # what a shell expects after Ctrl-C
+SWITCH = ""  # in the place of a value's name
 
 
 class Layout(StrEnum):
@@ -18,20 +25,44 @@ class Layout(StrEnum):
     repacked = "repacked"
 
 
-def _flag(panel: str, *names: str, help: str, **more: Any) -> Any:
-    """An option; its variable is LEVER_ and its first long name."""
+def variable(flag: str) -> str:
+    """The environment variable of a flag: LEVER_TOP_K of --top-k."""
+    return "LEVER_" + flag.removeprefix("--").replace("-", "_").upper()
+
+
+def _flag(panel: str, *names: str, value: str, help: str, **more: Any) -> Any:
+    """An option that takes a `value`, or SWITCH for none; its variable is that of its first long name."""
     long_name = next(name for name in names if name.startswith("--"))
-    variable = "LEVER_" + long_name.removeprefix("--").replace("-", "_").upper()
-    return typer.Option(*names, envvar=variable, help=help, rich_help_panel=panel, **more)
+    more.setdefault("envvar", variable(long_name))
+    return typer.Option(*names, metavar=value, help=help, rich_help_panel=panel, show_envvar=False, **more)
+
+
+def _otherwise(text: str) -> str:
+    """How help shows a default that depends on something."""
+    return f"[dim]\\[default: {text}][/dim]"
+
+
+def _stop_in_environment() -> list[str]:
+    """LEVER_STOP is one text with its spaces; typer would cut it at them."""
+    text = os.environ.get(variable("--stop"))
+    return [text] if text else []
+
+
+def _speak_up(verbose: bool) -> None:
+    if verbose:
+        logging.getLogger("lever").setLevel(logging.INFO)
 
 
 ModelFlag = Annotated[
-    str | None, _flag(PROMPT, "-m", "--model", help="The model, if not the first word. [dim]\\[default: demo][/dim]")
+    str | None,
+    _flag(PROMPT, "-m", "--model", value="MODEL", help=f"The model, if not the first word. {_otherwise('demo')}"),
 ]
-Prompt = Annotated[str | None, _flag(PROMPT, "-p", "--prompt", help="What to answer; - reads it from stdin.")]
-PromptFile = Annotated[Path | None, _flag(PROMPT, "-f", "--file", help="Read the prompt from this file.")]
-System = Annotated[str | None, _flag(PROMPT, "-sys", "--system", help="System message.")]
-Raw = Annotated[bool, _flag(PROMPT, "--raw", help="No chat template: go on from the bare text.")]
+Prompt = Annotated[str | None, _flag(PROMPT, "-p", "--prompt", value="TEXT", help="What to answer; - reads stdin.")]
+PromptFile = Annotated[
+    Path | None, _flag(PROMPT, "-f", "--file", value="FILE", help="Read the prompt from this file; - is stdin.")
+]
+System = Annotated[str | None, _flag(PROMPT, "-sys", "--system", value="TEXT", help="System message: how to answer.")]
+Raw = Annotated[bool, _flag(PROMPT, "--raw", value=SWITCH, help="No chat template: go on from the bare text.")]
 
 Dram = Annotated[
     str,
@@ -39,7 +70,8 @@ Dram = Annotated[
         MEMORY,
         "--dram",
         "--budget",
-        help="Memory for all that this process holds: 900MiB, 2G, 60% of what is free, or auto.",
+        value="SIZE",
+        help="Memory for all that this process holds: 900MiB, 2G, 60% of what is free, or auto, which is 75% of it.",
     ),
 ]
 Pin = Annotated[
@@ -47,10 +79,8 @@ Pin = Annotated[
     _flag(
         MEMORY,
         "--pin",
-        min=0,
-        max=100,
-        metavar="PERCENT",
-        help="Share of the layers to keep in DRAM. [dim]\\[default: as many as fit][/dim]",
+        value="PERCENT",
+        help=f"Share of the layers to keep in DRAM, 0 to 100. {_otherwise('as many as fit')}",
     ),
 ]
 CtxSize = Annotated[
@@ -59,24 +89,26 @@ CtxSize = Annotated[
         MEMORY,
         "-c",
         "--ctx-size",
-        min=1,
-        help="Tokens of prompt and answer together. [dim]\\[default: 4096, or less if model or budget ask][/dim]",
+        value="N",
+        help=f"Tokens of prompt and answer together. {_otherwise('4096, or what model and budget allow')}",
     ),
 ]
 BatchSize = Annotated[
-    int, _flag(MEMORY, "-b", "--batch-size", min=1, help="Prompt tokens of one pass over the layers.")
+    int, _flag(MEMORY, "-b", "--batch-size", value="N", help="Prompt tokens of one pass over the layers.")
 ]
 ThreadCount = Annotated[
     int | None,
-    _flag(MEMORY, "-t", "--threads", min=1, help="Compute threads. [dim]\\[default: the performance cores][/dim]"),
+    _flag(MEMORY, "-t", "--threads", value="N", help=f"Compute threads at most. {_otherwise('the performance cores')}"),
 ]
-Ring = Annotated[int, _flag(MEMORY, "--ring", min=3, help="Layers that the ring of reads holds.")]
+Ring = Annotated[int, _flag(MEMORY, "--ring", value="N", help="Layers that reading ahead may hold, 3 or more.")]
 LayoutFlag = Annotated[
     Layout,
     _flag(
         MEMORY,
         "--layout",
-        help="repacked: the whole model in DRAM, in the layout of the fastest kernels (their sums round differently).",
+        value="LAYOUT",
+        help="plain streams. repacked holds the whole model in DRAM as the fastest kernels want it, whose sums "
+        "round differently.",
     ),
 ]
 
@@ -87,22 +119,30 @@ MaxTokens = Annotated[
         "-n",
         "--max-tokens",
         "--predict",
-        min=-1,
-        help="New tokens at most; -1: until the model ends or the context is full.",
+        value="N",
+        help="New tokens at most. -1: until the model ends or the context is full; 0: only read the prompt.",
     ),
 ]
-Seed = Annotated[int, _flag(SAMPLING, "-s", "--seed", min=-1, help="Same seed, same text. -1: draw one and print it.")]
-Temperature = Annotated[float, _flag(SAMPLING, "--temp", help="Randomness; 0 takes the likeliest token always.")]
-TopK = Annotated[int, _flag(SAMPLING, "--top-k", help="Draw from so many likeliest tokens; 0: off.")]
-TopP = Annotated[float, _flag(SAMPLING, "--top-p", help="Draw from the likeliest tokens of this share; 1: off.")]
-MinP = Annotated[float, _flag(SAMPLING, "--min-p", help="Drop tokens under this share of the likeliest; 0: off.")]
-RepeatPenalty = Annotated[float, _flag(SAMPLING, "--repeat-penalty", help="Weigh down what came before; 1: off.")]
-RepeatLastN = Annotated[
-    int, _flag(SAMPLING, "--repeat-last-n", min=-1, help="Tokens that penalties look back; 0: off, -1: all.")
+Seed = Annotated[
+    int, _flag(SAMPLING, "-s", "--seed", value="N", help="Same seed, same text. -1: draw one and print it.")
 ]
-PresencePenalty = Annotated[float, _flag(SAMPLING, "--presence-penalty", help="Off a token that was there; 0: off.")]
+Temperature = Annotated[float, _flag(SAMPLING, "--temp", value="X", help="Randomness. 0: always the likeliest token.")]
+TopK = Annotated[int, _flag(SAMPLING, "--top-k", value="N", help="Draw from the N likeliest tokens. 0: off.")]
+TopP = Annotated[
+    float, _flag(SAMPLING, "--top-p", value="X", help="Draw from the likeliest with this probability. 1: off.")
+]
+MinP = Annotated[float, _flag(SAMPLING, "--min-p", value="X", help="Drop what is under X times the likeliest. 0: off.")]
+RepeatPenalty = Annotated[
+    float, _flag(SAMPLING, "--repeat-penalty", value="X", help="Divides what recent tokens score. 1: off.")
+]
+RepeatLastN = Annotated[
+    int, _flag(SAMPLING, "--repeat-last-n", value="N", help="Tokens that count as recent. 0: off, -1: all.")
+]
+PresencePenalty = Annotated[
+    float, _flag(SAMPLING, "--presence-penalty", value="X", help="Taken off each recent token. 0: off.")
+]
 FrequencyPenalty = Annotated[
-    float, _flag(SAMPLING, "--frequency-penalty", help="Off a token for each time it was there; 0: off.")
+    float, _flag(SAMPLING, "--frequency-penalty", value="X", help="Taken off once per occurrence. 0: off.")
 ]
 LogitBias = Annotated[
     list[str] | None,
@@ -110,15 +150,32 @@ LogitBias = Annotated[
         SAMPLING,
         "-l",
         "--logit-bias",
-        metavar="ID(+|-)BIAS",
+        value="ID±BIAS",
         help="Add to a token's logit: 15043+1, 15043-2.5, or 15043-inf to ban it. May be given often.",
     ),
 ]
 Stop = Annotated[
-    list[str] | None, _flag(SAMPLING, "--stop", metavar="TEXT", help="End before this text. May be given often.")
+    list[str],
+    _flag(
+        SAMPLING,
+        "--stop",
+        value="TEXT",
+        help="End before this text. May be given often.",
+        envvar=None,
+        default_factory=_stop_in_environment,
+        show_default=False,
+    ),
 ]
-IgnoreEos = Annotated[bool, _flag(SAMPLING, "--ignore-eos", help="Never draw a token that ends the answer.")]
+IgnoreEos = Annotated[
+    bool, _flag(SAMPLING, "--ignore-eos", value=SWITCH, help="Never draw a token that ends the answer.")
+]
 
-Json = Annotated[bool, _flag(OUTPUT, "--json", help="Print one JSON document on stdout, and no text.")]
-Offline = Annotated[bool, _flag(OUTPUT, "--offline", help="Ask no server: use what is in the caches.")]
-Quiet = Annotated[bool, _flag(OUTPUT, "-q", "--quiet", help="No figures and no progress.")]
+Json = Annotated[bool, _flag(OUTPUT, "--json", value=SWITCH, help="Print one JSON document on stdout instead of text.")]
+Offline = Annotated[bool, _flag(OUTPUT, "--offline", value=SWITCH, help="Ask no server: use what is in the caches.")]
+Quiet = Annotated[bool, _flag(OUTPUT, "-q", "--quiet", value=SWITCH, help="No figures and no progress on stderr.")]
+Verbose = Annotated[
+    bool,
+    _flag(
+        OUTPUT, "-v", "--verbose", value=SWITCH, help="Say more on stderr: where the memory goes.", callback=_speak_up
+    ),
+]

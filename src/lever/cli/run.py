@@ -1,39 +1,32 @@
-"""`lever run`: one prompt, one answer, streamed to stdout; one line of figures to stderr."""
+"""`lever run`: one prompt, one answer, streamed to stdout; one line of figures to stderr. Words in, settings out."""
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lever.cli import options as o
-from lever.cli.console import Bar, bar, note, read_stdin
-from lever.errors import UsageError
-from lever.llm import LLM, Generation, GenerationSettings
-from lever.loader import ModelSettings, Progress
-from lever.machine import performance_cores
-from lever.memory import format_size, parse_size
-from lever.models import resolve
-from lever.settings import SamplerSettings
-from lever.stats import RunStats
+from lever.cli.console import read_stdin
+from lever.errors import StorageError, UsageError
 
-INTERRUPTED = 130  # what a shell expects after Ctrl-C
 DEFAULT_MODEL = "demo"
+STDIN = "-"
 
 
 def run(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[MODEL] [PROMPT]",
-            help="A GGUF's path, hf:owner/repo[:QUANT] or a name such as demo; and what to answer.",
-        ),
+    context: typer.Context,
+    first: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo."),
+    ] = None,
+    second: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="What to answer, in quotes; - reads it from stdin.")
     ] = None,
     model: o.ModelFlag = None,
     prompt: o.Prompt = None,
@@ -58,27 +51,37 @@ def run(
     presence_penalty: o.PresencePenalty = 0.0,
     frequency_penalty: o.FrequencyPenalty = 0.0,
     logit_bias: o.LogitBias = None,
-    stop: o.Stop = None,
+    *,
+    stop: o.Stop,
     ignore_eos: o.IgnoreEos = False,
     json_output: o.Json = False,
     offline: o.Offline = False,
     quiet: o.Quiet = False,
+    _verbose: o.Verbose = False,
 ) -> None:
     """Answer one prompt with a model whose layers stay on storage, under a memory budget.
 
-    [dim]lever run -p "Why is the sky blue?"[/dim]
+    lever run demo "Why is the sky blue?"
+    lever run model.gguf "Write a haiku." --dram 900MiB --temp 0
+    cat notes.txt | lever run hf:owner/repo:Q4_K_M --json -s 42
 
-    [dim]lever run model.gguf "Write a haiku." --dram 900MiB --temp 0[/dim]
-
-    [dim]cat notes.txt | lever run hf:owner/repo:Q4_K_M -p - --json[/dim]
+    The answer goes to stdout, figures go to stderr. Without MODEL it is the demo;
+    without PROMPT, -p and -f the prompt is read from stdin.
     """
-    reference, text = _model_and_prompt(words or [], model, prompt, file)
+    from lever.cli.answer import Output, Question, answer
+    from lever.llm import GenerationSettings
+    from lever.loader import ModelSettings
+    from lever.machine import performance_cores
+    from lever.memory import parse_size
+    from lever.settings import SamplerSettings
+
+    reference, source = choose(first, second, model, prompt, file, typed=_typed(context, "model", "prompt", "file"))
     settings = ModelSettings(
         dram=parse_size(dram),
         pin_percent=pin,
         n_ctx=ctx_size,
         n_batch=batch_size,
-        n_threads=threads or len(performance_cores()),
+        n_threads=len(performance_cores()) if threads is None else threads,
         n_slots=ring,
         layout=layout.value,
     )
@@ -96,22 +99,11 @@ def run(
             seed=secrets.randbits(32) if seed == -1 else seed,
         ),
         max_new_tokens=None if max_tokens == -1 else max_tokens,
-        stops=stop or [],
+        stops=stop,
         ignore_eos=ignore_eos,
     )
-    with bar() as progress:
-        shown = None if quiet else progress
-        resolved = resolve(reference, offline=offline, progress=shown)
-        with LLM(resolved.path, settings, name=reference, progress=_loading(shown)) as llm:
-            generation = _start(llm, text, system, raw, request, shown)
-            interrupted = _write(generation, to_stdout=not json_output, shown=shown)
-            figures = None if quiet else _figures(generation.stats)
-    if json_output:
-        print(json.dumps(_document(generation), ensure_ascii=False))  # noqa: T201 - the answer
-    if figures:
-        note(figures)
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
+    question = Question(reference, read_prompt(source), system, raw)
+    raise typer.Exit(answer(question, settings, request, Output(json_output, quiet, offline)))
 
 
 def parse_logit_bias(items: Sequence[str]) -> dict[int, float]:
@@ -125,94 +117,48 @@ def parse_logit_bias(items: Sequence[str]) -> dict[int, float]:
     return bias
 
 
-def _model_and_prompt(
-    words: Sequence[str], model: str | None, prompt: str | None, file: Path | None
-) -> tuple[str, str]:
-    """Two words are MODEL and PROMPT; one is the model, or the prompt when the model is given by flag."""
-    if len(words) > 2:
-        raise UsageError(f"{words[2]!r} is one word too many: put the prompt in quotes")
-    by_word = words[-1] if len(words) == 2 or (words and model) else None
-    reference = words[0] if words and by_word is not words[0] else model or DEFAULT_MODEL
-    given = [source for source in (by_word, prompt, file) if source is not None]
-    if len(given) > 1:
+def _typed(context: typer.Context, *names: str) -> frozenset[str]:
+    """Which of these flags stand on the command line, and not in a variable."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
+
+
+def choose(
+    first: str | None,
+    second: str | None,
+    model: str | None,
+    prompt: str | None,
+    file: Path | None,
+    typed: Collection[str] = (),
+) -> tuple[str, str | Path | None]:
+    """The model and where the prompt is, from two words and three flags; `typed` names those not from variables.
+
+    A single word is the prompt where the model is known otherwise. What is typed wins over variables.
+    """
+    flags = [value for name, value in (("prompt", prompt), ("file", file)) if name in typed]
+    if second is None and ("model" in typed or (model is not None and not flags)):
+        first, second = None, first
+    if first is not None and "model" in typed:
+        raise UsageError("the model is given twice: use one of MODEL and -m")
+    prompts = [value for value in (second, *flags) if value is not None]
+    prompts = prompts or [value for value in (prompt, file) if value is not None]
+    if len(prompts) > 1:
         raise UsageError("the prompt is given twice: use one of PROMPT, -p and -f")
-    if file is not None:
-        return reference, _read(file)
-    text = by_word if prompt is None else prompt
-    if text is None and sys.stdin.isatty():
-        raise UsageError('no prompt: give one in quotes, such as lever run -p "Why is the sky blue?", or - for stdin')
-    return reference, read_stdin() if text is None or text == "-" else text
+    if first is not None and not prompts and any(map(str.isspace, first)) and not Path(first).exists():
+        raise UsageError(f"{first!r} is no model: name one before the prompt, or give the prompt with -p")
+    reference = next((word for word in (first, model) if word is not None), DEFAULT_MODEL)
+    return reference, prompts[0] if prompts else None
 
 
-def _read(file: Path) -> str:
+def read_prompt(source: str | Path | None) -> str:
+    """A text is itself, a file its content, nothing is stdin; invalid bytes are kept as surrogate escapes."""
+    if source is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise UsageError('no prompt: give one in quotes, such as lever run demo "Why is the sky blue?", or - for stdin')
+    if source is None or str(source) == STDIN:
+        return read_stdin()
+    if isinstance(source, str):
+        return source
     try:
-        return file.read_bytes().decode("utf-8", "surrogateescape")
+        return source.read_bytes().decode("utf-8", "surrogateescape")
     except OSError as error:
-        raise UsageError(f"cannot read the prompt from {file}: {error.strerror}") from error
-
-
-def _loading(shown: Bar | None) -> Progress | None:
-    if shown is None:
-        return None
-    return Progress(lambda total: shown.start(total, "loading"), shown.advance)
-
-
-def _start(
-    llm: LLM, text: str, system: str | None, raw: bool, request: GenerationSettings, shown: Bar | None
-) -> Generation:
-    """Encode the prompt and start; nothing is computed before the first iteration."""
-    if raw or llm.template is None:
-        if system is not None:
-            raise UsageError("--system needs a chat template: leave it out, or leave out --raw")
-        if not raw:
-            note("the model has no chat template: going on from the bare text")
-        ids = llm.encode_raw(text)
-    else:
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        ids = llm.encode_chat([*messages, {"role": "user", "content": text}])
-    if shown is None:
-        return llm.generate(ids, request)
-    shown.start(len(ids), "reading the prompt")
-    return llm.generate(ids, request, shown.advance)
-
-
-def _write(generation: Generation, *, to_stdout: bool, shown: Bar | None) -> bool:
-    """Stream the text to stdout; whether Ctrl-C ended it."""
-    interrupted = False
-    try:
-        for piece in generation:
-            if shown is not None:
-                shown.finish()
-            if to_stdout:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-    except KeyboardInterrupt:
-        interrupted = True
-    if to_stdout:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-    return interrupted
-
-
-def _document(generation: Generation) -> dict[str, object]:
-    return {
-        "text": generation.text,
-        "tokens": generation.tokens,
-        "finish_reason": generation.finish_reason,
-        "stats": generation.stats.to_dict(),
-    }
-
-
-def _figures(stats: RunStats) -> str:
-    """One line: how fast, from where, in how much memory."""
-    reads = "everything in DRAM"
-    if stats.read_bytes:
-        per_cycle = format_size(stats.read_bytes // max(stats.cycles, 1))
-        how = "" if stats.direct_io else " (through the page cache: no O_DIRECT here)"
-        reads = f"{per_cycle} a pass from flash at {stats.read_bytes_per_s / 1e9:.2f} GB/s{how}"
-    return (
-        f"{stats.new_tokens} tokens, {stats.tokens_per_s:.2f} a second; prompt of {stats.prompt_tokens} in "
-        f"{stats.prefill_s:.1f} s; {reads}; {stats.pinned_layers} of {stats.layers} layers in DRAM; "
-        f"peak {format_size(stats.peak_rss_bytes)} of {format_size(stats.dram_budget_bytes)}; "
-        f"context {stats.n_ctx}; seed {stats.seed}"
-    )
+        raise StorageError(f"cannot read the prompt from {source}: {error.strerror}") from error

@@ -62,6 +62,7 @@ _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_transpose": (P, (P, P)),
     "ggml_cont_2d": (P, (P, P, c_int64, c_int64)),
     "ggml_cpy": (P, (P, P, P)),
+    "ggml_cast": (P, (P, P, c_int)),
     # operations
     "ggml_get_rows": (P, (P, P, P)),
     "ggml_add": (P, (P, P, P)),

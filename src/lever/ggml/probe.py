@@ -58,11 +58,11 @@ class Probe:
 def row_multiple(ggml: Library, types: Iterable[int], *, repacked: bool = False) -> int:
     """The number of rows that every product of a model with these types must have a multiple of.
 
-    LibraryError unless each type multiplies correctly and some multiple makes it row-invariant. The F16 of keys and
-    values counts as a type of every model. `repacked` looks at that layout where a type has it.
+    LibraryError unless each type multiplies correctly and some multiple makes it row-invariant. The F32 of
+    attention counts as a type of every model. `repacked` looks at that layout where a type has it.
     """
     multiple = 1
-    for kind in sorted({*types, F16}):
+    for kind in sorted({*types, F32}):
         for found in (probe(ggml, kind), probe(ggml, kind, repacked=True) if repacked else None):
             if found is None:
                 continue

@@ -2,7 +2,7 @@
 
 The BPE itself is that of the Rust library `tokenizers`; what is around it (special tokens, blanks, bytes)
 follows llama.cpp, so that ids are the same. Three things differ on purpose:
-- a control or unused token never comes out of plain text, not even by merges;
+- a control, unused or byte token never comes out of plain text that spells it, not even by merges;
 - a byte that is no part of a valid UTF-8 character (given as a surrogate escape) becomes the token of that
   byte, where llama.cpp reads U+FFFD;
 - a gpt2-type file that names no bos or eos token has none, where llama.cpp takes token 11.

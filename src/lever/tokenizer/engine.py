@@ -47,18 +47,15 @@ def _pairs(vocabulary: Vocabulary, merges: list[bytes], tokens: dict[str, int]) 
 def sentencepiece_engine(vocabulary: Vocabulary, scores: list[float]) -> tokenizers.Tokenizer:
     """SentencePiece's BPE: of all neighbours that form a token, those with the best score are joined first.
 
-    Written as ranked merges: every way to cut a token into two tokens is a merge, ranked by the score of the
-    token. Different tokens of one score would be joined from left to right there and by id here; the trainer
-    of SentencePiece gives each token another score.
+    Written as ranked merges: every way to cut a token into two tokens is a merge, ranked by the token's score.
+    Of equal scores the leftmost pair would be first; only runs of blanks have equal scores in real vocabularies,
+    and for runs the longest token first comes to the same.
     """
     tokens = vocabulary.encodable()
     _check_bytes(vocabulary.where, tokens)
     joinable = {text for text, token in tokens.items() if vocabulary.kinds[token] != Kind.BYTE}
-    pairs = [
-        pair
-        for text in sorted(joinable, key=lambda text: (-scores[tokens[text]], tokens[text]))
-        for pair in _halves(text, joinable)
-    ]
+    ranked = sorted(joinable, key=lambda text: (-scores[tokens[text]], -len(text), tokens[text]))
+    pairs = [pair for text in ranked for pair in _halves(text, joinable)]
     return tokenizers.Tokenizer(models.BPE(vocab=tokens, merges=pairs, byte_fallback=True))
 
 

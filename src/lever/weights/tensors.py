@@ -5,7 +5,7 @@ Both kinds answer `stream(indices)` with the tensors of each unit in turn, by na
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -25,7 +25,7 @@ class Weights(Protocol):
         """The tensors of each unit in turn, valid until the next step of the iteration."""
 
     def close(self) -> None:
-        """Free everything; tensors become invalid."""
+        """Free what is its own; tensors become invalid."""
 
 
 class StreamedWeights:
@@ -50,10 +50,9 @@ class StreamedWeights:
             yield known
 
     def close(self) -> None:
-        """Free the metadata, then the store's memory."""
+        """Free the metadata; the memory is the store's."""
         self._known.clear()
         self._metadata.close()
-        self.store.close()
 
 
 class RepackedWeights:
@@ -63,7 +62,8 @@ class RepackedWeights:
     never depending on how much of it is pinned.
     """
 
-    def __init__(self, ggml: Library, store: Store) -> None:
+    def __init__(self, ggml: Library, store: Store, on_loaded: Callable[[int], None] = lambda _nbytes: None) -> None:
+        """Load all units of `store`, each by its way through a slot; the store is not needed afterwards."""
         self._ggml = ggml
         self._context = Context(ggml, sum(len(unit.places) for unit in store.units))
         self._plain: list[Pages] = []

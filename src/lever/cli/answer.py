@@ -1,0 +1,176 @@
+"""One answer as it comes: text or JSON on stdout, its progress and figures on stderr. Parses no words."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from itertools import chain
+
+from lever.cli.console import Bar, bar, note, same_place, write, write_json
+from lever.cli.options import INTERRUPTED
+from lever.errors import UsageError
+from lever.llm import LLM, Generation, GenerationSettings
+from lever.loader import ModelSettings, Progress
+from lever.memory import format_size
+from lever.models import resolve
+from lever.stats import RunStats
+
+log = logging.getLogger(__name__)
+
+SLOW_TOKEN_S = 2.0  # a token that takes longer is worth a word before it is waited for
+SLOW_STORAGE = 300e6  # bytes per second: below are SD cards, hard disks and networks
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked of which model."""
+
+    model: str
+    text: str
+    system: str | None = None
+    raw: bool = False  # no chat template
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """How the answer is shown."""
+
+    json: bool = False
+    quiet: bool = False
+    offline: bool = False
+
+
+def answer(question: Question, settings: ModelSettings, request: GenerationSettings, output: Output) -> int:
+    """Print the answer; the exit code."""
+    if not question.text and not question.raw:
+        raise UsageError("the prompt is empty: there is nothing to answer")
+    with bar(quiet=output.quiet) as progress, _open(question.model, settings, progress, output) as llm:
+        prompt = _encode(llm, question)
+        waiting = _Waiting(llm, len(prompt), progress, quiet=output.quiet)
+        generation = llm.generate(prompt, request, waiting.read)
+        interrupted = _show(generation, progress, to_stdout=not output.json)
+        figures = _figures(generation.stats, llm.loaded.store.bytes_per_pass)
+    if output.json:
+        write_json(_document(generation))
+    if not output.quiet:
+        note(figures)
+    return INTERRUPTED if interrupted else 0
+
+
+def _open(reference: str, settings: ModelSettings, progress: Bar, output: Output) -> LLM:
+    """The model, fetched if need be, planned and loaded."""
+    resolved = resolve(reference, offline=output.offline, progress=progress)
+    if resolved.notice and progress.jobs and not output.quiet:  # it was brought here just now
+        note(f"{reference}: {resolved.notice}")
+    progress.start(None, f"opening {reference}")
+    loading = Progress(lambda total: progress.start(total or None, "loading the weights"), progress.advance)
+    llm = LLM(resolved.path, settings, name=reference, progress=loading)
+    parts = ", ".join(f"{part} {format_size(nbytes)}" for part, nbytes in llm.loaded.plan.parts.items() if nbytes)
+    log.info("%s of %s planned: %s", format_size(llm.loaded.plan.total), format_size(settings.dram), parts)
+    return llm
+
+
+def _encode(llm: LLM, question: Question) -> list[int]:
+    if not question.raw and llm.template is not None:
+        system = [{"role": "system", "content": question.system}] if question.system is not None else []
+        return llm.encode_chat([*system, {"role": "user", "content": question.text}])
+    if question.system is not None:
+        raise UsageError("--system needs a chat template: leave it out, or leave out --raw")
+    if not question.raw:
+        log.warning("the model has no chat template: going on from the bare text")
+    return llm.encode_raw(question.text)
+
+
+class _Waiting:
+    """What is said until there is text: how far the prompt is read, and how long a token will take."""
+
+    def __init__(self, llm: LLM, n_tokens: int, progress: Bar, *, quiet: bool) -> None:
+        self._progress, self._n_tokens, self._n_read = progress, n_tokens, 0
+        self._reads, self._per_pass = llm.loaded.store.stats, llm.loaded.store.bytes_per_pass
+        self._what = f"reading the prompt, {_tokens(n_tokens)}"
+        self._warned = quiet
+        progress.start(None, self._what)
+
+    def read(self, n_tokens: int) -> None:
+        """So many tokens more are through the layers."""
+        self._n_read += n_tokens
+        rate = self._reads.read_bytes / self._reads.read_s if self._reads.read_s else 0.0
+        from_flash = f", {_rate(rate)}" if self._per_pass and rate else ""
+        self._progress.tell(f"{self._what}: {100 * self._n_read // self._n_tokens} %{from_flash}")
+        if self._per_pass and rate and not self._warned:
+            self._warn(rate)
+
+    def _warn(self, rate: float) -> None:
+        """Once, when tokens will be slow."""
+        seconds = self._per_pass / rate
+        if seconds > SLOW_TOKEN_S:
+            self._warned = True
+            advice = "this storage is slow, see lever doctor" if rate < SLOW_STORAGE else "more --dram reads less"
+            note(
+                f"each token reads {format_size(self._per_pass)} from flash, about {seconds:.0f} s "
+                f"at {_rate(rate)}: {advice}"
+            )
+
+
+def _show(generation: Generation, progress: Bar, *, to_stdout: bool) -> bool:
+    """Stream the text to stdout; whether Ctrl-C ended it."""
+    pieces, interrupted = iter(generation), False
+    try:
+        first = next(pieces, "")
+        progress.finish()
+        if not (to_stdout and same_place()):  # there, the text is sign of life enough
+            progress.start(None, "writing")
+        for piece in chain([first], pieces):
+            if to_stdout:
+                write(piece)
+            progress.tell(_speed(generation.stats))
+    except KeyboardInterrupt:
+        interrupted = True
+    progress.finish()
+    if to_stdout:
+        write("\n")
+    return interrupted
+
+
+def _document(generation: Generation) -> dict[str, object]:
+    return {
+        "text": generation.text,
+        "tokens": generation.tokens,
+        "finish_reason": generation.finish_reason,  # null after Ctrl-C
+        "stats": generation.stats.to_dict(),
+    }
+
+
+def _figures(stats: RunStats, bytes_per_pass: int) -> str:
+    """One line: how fast, from where, in how much memory."""
+    return "; ".join(
+        (
+            _speed(stats),
+            f"prompt of {stats.prompt_tokens} in {stats.prefill_s:.1f} s",
+            _reads(stats, bytes_per_pass),
+            f"{stats.pinned_layers} of {stats.layers} layers in DRAM",
+            f"peak {format_size(stats.peak_rss_bytes)} of {format_size(stats.dram_budget_bytes)}",
+            f"context {stats.n_ctx}",
+            f"seed {stats.seed}",
+        )
+    )
+
+
+def _speed(stats: RunStats) -> str:
+    return _tokens(stats.new_tokens) + (f", {stats.tokens_per_s:.2f} a second" if stats.cycles else "")
+
+
+def _reads(stats: RunStats, bytes_per_pass: int) -> str:
+    if not bytes_per_pass:
+        return "nothing streamed"
+    rate = f" at {_rate(stats.read_bytes_per_s)}" if stats.cycles else ""
+    how = "" if stats.direct_io else " (through the page cache: no O_DIRECT here)"
+    return f"{format_size(bytes_per_pass)} a pass from flash{rate}{how}"
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' * (count != 1)}"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.0f} MB/s"
