@@ -20,7 +20,7 @@ from rich.text import Text
 from lever.errors import StorageError
 
 if TYPE_CHECKING:  # takes a while to import, and is not needed without a terminal
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
 stderr = Console(stderr=True, highlight=False, emoji=False)
 stdout = Console()  # asked about the terminal only: `write` writes
@@ -107,7 +107,6 @@ class Bar:
         self.jobs = 0  # begun so far
         self._quiet = quiet
         self._live: Progress | None = None
-        self._task: TaskID | None = None
         self._what, self._total, self._done = "", 0, 0
         self._started, self._next_line = 0.0, math.inf
 
@@ -122,7 +121,7 @@ class Bar:
             return
         if on_terminal():
             self._live = _progress(measured=bool(total))
-            self._task = self._live.add_task(printable(what), total=total or None)
+            self._live.add_task(printable(what), total=total or None)
             self._live.start()
         elif total == 0:
             note(what)
@@ -130,15 +129,15 @@ class Bar:
     def advance(self, n: int) -> None:
         """So many bytes more are done."""
         self._done += n
-        if self._live is not None and self._task is not None:
-            self._live.advance(self._task, n)
+        if self._live is not None:
+            self._live.advance(self._live.task_ids[0], n)
         elif self._total:
             self._line(f"{self._what}: {100 * self._done // self._total} %")
 
     def tell(self, text: str) -> None:
         """Say how far a job is that has no bytes to count."""
-        if self._live is not None and self._task is not None:
-            self._live.update(self._task, description=printable(text))
+        if self._live is not None:
+            self._live.update(self._live.task_ids[0], description=printable(text))
         else:
             self._line(text)
 
@@ -166,7 +165,9 @@ def _progress(*, measured: bool) -> Progress:
     if measured:
         columns = [name, p.BarColumn(bar_width=None), p.TaskProgressColumn(), p.DownloadColumn(binary_units=True)]
         columns += [p.TransferSpeedColumn(), p.TimeRemainingColumn()]
-    return p.Progress(*columns, console=stderr, transient=True, expand=measured)
+    # Left alone, it would take over stdout too, and the answer with it.
+    away = {"redirect_stdout": False, "redirect_stderr": False}
+    return p.Progress(*columns, console=stderr, transient=True, expand=measured, **away)
 
 
 @contextmanager

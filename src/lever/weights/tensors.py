@@ -73,6 +73,7 @@ class RepackedWeights:
         try:
             for index, address in store.stream(range(len(store.units))):
                 self._units.append(self._load(store.units[index], address))
+            on_loaded(store.units[index].nbytes)
         except BaseException:
             self.close()
             raise
