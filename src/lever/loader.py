@@ -105,11 +105,6 @@ class LoadedModel:
         """Layers that stay in memory."""
         return sum(index in self.plan.pinned for index in self.units.layers)
 
-    @property
-    def bytes_per_pass(self) -> int:
-        """Bytes that one pass over the model reads from flash."""
-        return self.store.bytes_per_pass
-
     def close(self) -> None:
         """Free everything. Safe to call twice."""
         self._cleanup.close()

@@ -73,11 +73,10 @@ class RepackedWeights:
         try:
             for index, address in store.stream(range(len(store.units))):
                 self._units.append(self._load(store.units[index], address))
-            on_loaded(store.units[index].nbytes)
+                on_loaded(store.units[index].nbytes)
         except BaseException:
             self.close()
             raise
-        store.close()
 
     def stream(self, indices: Iterable[int]) -> Iterator[Tensors]:
         """The tensors of each unit in turn."""
