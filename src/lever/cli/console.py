@@ -165,9 +165,14 @@ def _progress(*, measured: bool) -> Progress:
     if measured:
         columns = [name, p.BarColumn(bar_width=None), p.TaskProgressColumn(), p.DownloadColumn(binary_units=True)]
         columns += [p.TransferSpeedColumn(), p.TimeRemainingColumn()]
-    # Left alone, it would take over stdout too, and the answer with it.
-    away = {"redirect_stdout": False, "redirect_stderr": False}
-    return p.Progress(*columns, console=stderr, transient=True, expand=measured, **away)
+    return p.Progress(
+        *columns,
+        console=stderr,
+        transient=True,
+        expand=measured,
+        redirect_stdout=False,  # it would take the answer to stderr
+        redirect_stderr=False,
+    )
 
 
 @contextmanager
