@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xllamacpp
+
+N_UBATCH = 32  # rows of one graph while llama.cpp reads a prompt
 
 
 @dataclass(frozen=True)
@@ -19,13 +22,12 @@ class Drawn:
 
 
 class Completions:
-    """One model in llama.cpp, with the plain kernels: no repacked copy of the weights, no flash attention."""
+    """One model in llama.cpp with the plain kernels: no repacked copy of the weights, no flash attention."""
 
-    def __init__(self, model: Path, *, n_ctx: int = 1024, n_batch: int = 64, n_threads: int = 2) -> None:
+    def __init__(self, model: Path, *, n_ctx: int = 512, n_threads: int = 2) -> None:
         params: Any = xllamacpp.CommonParams()
         params.model.path = str(model)
-        params.n_ctx, params.n_batch, params.n_parallel = n_ctx, 64, 1
-        params.n_ubatch = n_batch
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_parallel = n_ctx, n_ctx, N_UBATCH, 1
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = n_threads
         params.no_extra_bufts = True
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -39,13 +41,25 @@ class Completions:
             "n_predict": n_tokens,
             "temperature": 0,
             "n_probs": n_top,
-            "post_sampling_probs": False,  # of the raw logits
+            "post_sampling_probs": False,  # of the raw logits, before temperature and penalties
             "cache_prompt": False,
         }
-        answer = self._server.handle_completions(request)
-        (choice,) = answer["choices"]
+        (choice,) = self._server.handle_completions(request)["choices"]
         return [_drawn(place) for place in choice["logprobs"]["content"]]
 
 
 def _drawn(place: dict[str, Any]) -> Drawn:
     return Drawn(place["id"], {other["id"]: other["logprob"] for other in place["top_logprobs"]})
+
+
+def ggml_library() -> Path:
+    """The file with llama.cpp's own ggml, whose symbols the package exports."""
+    return Path(xllamacpp.xllamacpp.__file__)
+
+
+def ggml_version() -> str:
+    """The version of that ggml."""
+    version = ctypes.CDLL(str(ggml_library())).ggml_version
+    version.restype = ctypes.c_char_p
+    text: bytes = version()
+    return text.decode()

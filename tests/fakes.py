@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -23,6 +24,7 @@ from lever.pages import PAGE
 from lever.weights.store import Store, StoreStats
 from lever.workspace import ModelShape
 
+N_VOCAB, LAYER_S = 32, 2.0**-20  # of a scripted model; sums of these seconds are exact
 STALE = 0xEE  # what a device leaves in the part of a buffer that it did not fill
 
 
@@ -101,22 +103,34 @@ def descriptors_of(path: Path) -> list[int]:
     return found
 
 
+class ScriptedStore:
+    """In the place of a Store, for its figures alone."""
+
+    def __init__(self) -> None:
+        self.streamed = (0, 1, 2)
+        self.stats = StoreStats()
+
+    def as_store(self) -> Store:
+        return cast(Store, self)
+
+
 class ScriptedModel:
     """In the place of a Model: `forward` notes what it is given, and row r of a prompt wants `script[r]` next.
 
-    Its KV cache is the list `rows`. One token of the vocabulary has a logit of 1, the others 0.
+    Its KV cache is the list `rows`. The wanted token of the vocabulary has a logit of 1, the others 0. Every layer
+    takes LAYER_S of compute and 100 bytes from the store; every projection as long.
     """
 
-    def __init__(self, script: Sequence[int], *, n_ctx: int = 64, n_batch: int = 4, n_vocab: int = 32) -> None:
+    def __init__(self, script: Sequence[int], *, n_ctx: int = 64, n_batch: int = 4, n_layers: int = 3) -> None:
+        self.config = SimpleNamespace(n_layers=n_layers)
         self.shape = ModelShape(n_ctx, n_batch)
         self.stats = ModelStats()
+        self.store = ScriptedStore()
         self.script = script
-        self.n_vocab = n_vocab
         self.rows: list[int] = []
         self.passes: list[list[int]] = []
-        self.threads: list[int] = []
         self.n_threads = 0
-        self.fails = False  # the next pass does, half way
+        self.fails_at: int | None = None  # the number of a layer: a pass ends there
 
     @property
     def kv(self) -> ScriptedModel:
@@ -126,34 +140,25 @@ class ScriptedModel:
         assert length <= len(self.rows)
         del self.rows[length:]
 
-    def forward(self, tokens: Sequence[int]) -> None:
+    def forward(self, tokens: Sequence[int], after_layer: Callable[[int], None] = lambda _layer: None) -> None:
         assert 0 < len(tokens) <= self.shape.n_batch
         assert len(self.rows) + len(tokens) <= self.shape.n_ctx
-        if self.fails:
-            self.fails = False
-            raise StorageError("scripted")
+        for layer in range(self.config.n_layers):
+            if layer == self.fails_at:
+                raise StorageError("scripted")
+            self.store.stats.read_bytes += 100
+            self.stats.layers_s += LAYER_S
+            after_layer(layer)
         self.passes.append(list(tokens))
-        self.threads.append(self.n_threads)
         self.rows += tokens
-        self.stats.layers_s += 1.0
 
     def project(self, rows: Sequence[int]) -> NDArray[np.float32]:
         first = len(self.rows) - len(self.passes[-1])
-        logits = np.zeros((len(rows), self.n_vocab), np.float32)
+        logits = np.zeros((len(rows), N_VOCAB), np.float32)
         for place, row in enumerate(rows):
             logits[place, self.script[first + row]] = 1.0
-        self.stats.projection_s += 1.0
+        self.stats.projection_s += LAYER_S
         return logits
 
     def as_model(self) -> Model:
         return cast(Model, self)
-
-
-class ScriptedStore:
-    """In the place of a Store, for its figures alone."""
-
-    def __init__(self) -> None:
-        self.stats = StoreStats()
-
-    def as_store(self) -> Store:
-        return cast(Store, self)

@@ -18,11 +18,19 @@ from lever.gguf import read
 from lever.loader import LoadedModel, ModelSettings
 from lever.weights.plan import ModelUnits, Plan, make_plan
 from lever.weights.reader import DirectFile, ReadInto, read_into
+from tests import tiny
 
 N_TOKENS = 290  # beyond 256, where attention goes over more slots
 TOKENS = [int(token) for token in np.random.default_rng(1).integers(5, 250, N_TOKENS)]
 
 Logits = NDArray[np.float32]
+
+
+def tiny_of_type(path: Path, kind: str) -> Path:
+    """A small model whose queries and FFN outputs are of one type, and the embedding and output where that is quick."""
+    slow = kind.startswith(("IQ3", "IQ4"))  # ggml takes a second to quantise a whole model to these
+    parts = ("attn_q", "ffn_down") if slow else ("attn_q", "ffn_down", "token_embd", "output")
+    return tiny.tiny_model(path, n_ff=256, type=dict.fromkeys(parts, kind) | {"*": "F32"})
 
 
 @contextmanager

@@ -213,7 +213,7 @@ def test_a_pass_that_failed_in_the_caller_leaves_no_slot_to_the_next(flash: Flas
             raise_in_the_middle_of(store.stream(range(N)), index=2)
         address = next(address for index, address in store.stream([2]))
         store.release(address)
-        units = store.stream(range(N))
+        units: Any = store.stream(range(N))
         for _ in range(3):
             index, address = next(units)
         del caught
@@ -363,7 +363,7 @@ def test_closing_with_units_held_and_twice_is_safe(flash: Flash) -> None:
     store = flash.open(pinned=[1])
     store.hold(0)
     store.hold(1)
-    units = store.stream([2, 3])
+    units: Any = store.stream([2, 3])
     next(units)
     store.close()
     store.close()

@@ -151,14 +151,17 @@ def choose(
 
 
 def read_prompt(source: str | Path | None) -> str:
-    """A text is itself, a file its content, nothing is stdin; invalid bytes are kept as surrogate escapes."""
+    """A text is itself; a file or stdin (for nothing, too) is its content, without the line break at its end.
+
+    Bytes that are not UTF-8 are kept as surrogate escapes.
+    """
     if source is None and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError('no prompt: give one in quotes, such as lever run demo "Why is the sky blue?", or - for stdin')
     if source is None or str(source) == STDIN:
-        return read_stdin()
+        return read_stdin().removesuffix("\n")
     if isinstance(source, str):
         return source
     try:
-        return source.read_bytes().decode("utf-8", "surrogateescape")
+        return source.read_bytes().decode("utf-8", "surrogateescape").removesuffix("\n")
     except OSError as error:
         raise StorageError(f"cannot read the prompt from {source}: {error.strerror}") from error

@@ -261,9 +261,7 @@ class Store:
                 nbytes = min(BLOCK, extent.nbytes - done)
                 view = memory[extent.at + done : extent.at + done + nbytes]
                 try:
-                    self._files[extent.file].read_exactly(
-                        view, extent.offset + done, min(extent.needed - done, nbytes)
-                    )
+                    self._files[extent.file].read_exactly(view, extent.offset + done, min(extent.needed - done, nbytes))
                 except StorageError as error:
                     raise StorageError(f"{unit.name}: {error}") from error
                 yield nbytes

@@ -144,8 +144,7 @@ def overlay(ggml: Library, unit: Unit, address: int, stack: ExitStack) -> Tensor
     context = stack.enter_context(Context(ggml, len(unit.places)))
     buffer = stack.enter_context(Buffer(ggml, address, unit.nbytes))
     return {
-        place.tensor.name: buffer.place(_new_tensor(ggml, context, place), address + place.at)
-        for place in unit.places
+        place.tensor.name: buffer.place(_new_tensor(ggml, context, place), address + place.at) for place in unit.places
     }
 
 

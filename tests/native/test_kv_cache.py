@@ -1,0 +1,115 @@
+"""Keys and values that are kept, dropped and refused, and the memory they lie in."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lever.arch import ModelConfig
+from lever.errors import ContextOverflow
+from lever.ggml import load
+from lever.gguf import read
+from lever.kv_cache import SLOT_MULTIPLE, KVCache, kv_bytes
+from tests import tiny
+from tests.models import TOKENS, logits_of, open_tiny, same_bits, tiny_logits
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_model(tmp_path_factory.mktemp("kv") / "tiny.gguf", n_ff=256)
+
+
+@pytest.fixture(scope="module")
+def config(path: Path) -> ModelConfig:
+    return ModelConfig.from_gguf(read(path))
+
+
+@pytest.fixture
+def cache(config: ModelConfig) -> Iterator[KVCache]:
+    cache = KVCache(load(), config, n_ctx=300)
+    yield cache
+    cache.close()
+
+
+@pytest.mark.parametrize(("n_ctx", "n_slots"), [(1, 256), (256, 256), (257, 512), (300, 512), (4096, 4096)])
+def test_slots_are_the_context_rounded_up(config: ModelConfig, n_ctx: int, n_slots: int) -> None:
+    cache = KVCache(load(), config, n_ctx)
+    assert (cache.n_ctx, cache.n_slots, n_slots % SLOT_MULTIPLE) == (n_ctx, n_slots, 0)
+    assert cache.nbytes == kv_bytes(config, n_ctx) == 2 * 2 * 2 * 128 * n_slots  # K and V, F16, layers, elements
+    cache.close()
+
+
+def test_all_of_it_is_zero_at_first_and_each_tensor_has_its_own(cache: KVCache, config: ModelConfig) -> None:
+    ggml, ends = load(), []
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    for tensor in tensors:
+        address, nbytes = ggml.get_data(tensor), ggml.nbytes(tensor)
+        assert nbytes == 2 * config.n_embd_kv * cache.n_slots
+        assert ctypes.string_at(address, nbytes) == bytes(nbytes)
+        ends.append((address, address + nbytes))
+    assert all(before[1] <= after[0] for before, after in pairwise(ends))
+    assert ends[-1][1] - ends[0][0] <= cache.nbytes
+
+
+def test_K4_what_fills_the_context_exactly_fits_and_one_row_more_does_not(cache: KVCache) -> None:
+    cache.require(300)
+    with pytest.raises(ContextOverflow, match=r"301 tokens do not fit in a context of 300: .* -c"):
+        cache.require(301)
+    cache.length = 299
+    cache.require(1)
+    with pytest.raises(ContextOverflow, match="302 tokens do not fit in a context of 300"):
+        cache.require(3)
+
+
+def test_truncating_keeps_the_first_rows_and_nothing_else_is_possible(cache: KVCache) -> None:
+    cache.length = 50
+    cache.truncate(50)
+    cache.truncate(20)
+    assert cache.length == 20
+    for length in (21, -1):
+        with pytest.raises(AssertionError):
+            cache.truncate(length)
+    cache.truncate(0)
+    assert cache.length == 0
+
+
+def test_closing_twice_is_safe(config: ModelConfig) -> None:
+    cache = KVCache(load(), config, 256)
+    cache.close()
+    cache.close()
+
+
+# --- in a model ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_ctx", [32, 256, 290])
+def test_K4_a_prompt_that_fills_the_context_exactly_is_computed(path: Path, n_ctx: int) -> None:
+    expected = tiny_logits(path, TOKENS[:n_ctx])
+    with open_tiny(path, n_ctx=n_ctx) as loaded:
+        assert same_bits(logits_of(loaded, TOKENS[:n_ctx]), expected)
+        assert loaded.model.kv.length == n_ctx
+
+
+def test_K4_an_overflow_is_refused_before_anything_is_computed(path: Path) -> None:
+    with open_tiny(path, n_ctx=100, n_batch=64) as loaded:
+        head = logits_of(loaded, TOKENS[:60])
+        with pytest.raises(ContextOverflow, match="101 tokens do not fit in a context of 100"):
+            loaded.model.forward(TOKENS[60:101])
+        assert loaded.model.kv.length == 60
+        tail = logits_of(loaded, TOKENS[60:100])
+        with pytest.raises(ContextOverflow):
+            loaded.model.forward(TOKENS[:1])
+        assert same_bits(np.concatenate([head, tail]), tiny_logits(path, TOKENS[:100]))
+
+
+def test_the_last_slot_is_used_after_a_rollback_too(path: Path) -> None:
+    with open_tiny(path, n_ctx=256) as loaded:
+        logits_of(loaded, TOKENS[:256])
+        loaded.model.kv.truncate(255)
+        found = logits_of(loaded, TOKENS[255:256])
+    assert same_bits(found, tiny_logits(path, TOKENS[:256])[-1:])

@@ -1,0 +1,564 @@
+"""The command itself, in processes of its own, on tiny models: what it writes where, how it ends, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from tests.fakes import wait_until
+from tests.tiny import Fields, tiny_fields, tiny_model
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [str(Path(sys.executable).with_name("lever"))]
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# Names that DESIGN.md gives to `lever run --json`.
+STATS = """prompt_tokens new_tokens prefill_s decode_s tokens_per_s cycles tokens_per_cycle drafted verified pruned
+accepted read_bytes read_s read_bytes_per_s direct_io stall_s draft_s draft_hidden_s verify_s project_s python_s exact
+near_ties peak_rss_bytes dram_budget_bytes dram_planned_bytes preset model draft device ggml"""
+
+# The command on a storage device that a test describes, as the arguments of a FakeDevice.
+ON_A_DEVICE = """
+import functools, sys
+import lever.loader
+from lever.cli import main
+from tests.fakes import FakeDevice
+device = FakeDevice(**eval(sys.argv.pop(1)))
+lever.loader.DirectFile = functools.partial(lever.loader.DirectFile, read=device)
+main()
+"""
+
+
+class Lever:
+    """Runs the command: words, what stdin holds, variables."""
+
+    def __init__(self, home: Path, bytecode: Path) -> None:
+        theirs = ("LEVER_", "FORCE_COLOR", "COLUMNS", "PYTHONDONTWRITEBYTECODE")
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+        self.environment |= {"LEVER_HOME": str(home), "LEVER_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.environment["PYTHONPYCACHEPREFIX"] = str(bytecode)  # compiled once, not for each process
+
+    def __call__(
+        self, *words: str | bytes | Path, stdin: bytes = b"", device: dict[str, Any] | None = None, **more: str
+    ) -> subprocess.CompletedProcess[bytes]:
+        command = [*self._command(device), *words]
+        done = subprocess.run(
+            command, input=stdin, env=self.environment | more, capture_output=True, timeout=120, check=False
+        )
+        assert b"Traceback" not in done.stderr, done.stderr.decode()
+        return done
+
+    def json(self, *words: str | bytes | Path, **more: Any) -> dict[str, Any]:
+        done = self(*words, "--json", **more)
+        assert done.returncode == 0, done.stderr.decode()
+        assert done.stdout.count(b"\n") == 1
+        document: dict[str, Any] = json.loads(done.stdout)
+        return document
+
+    @contextmanager
+    def started(
+        self,
+        *words: str | Path,
+        device: dict[str, Any] | None = None,
+        stdout: int | IO[bytes] = subprocess.PIPE,
+        stderr: int = subprocess.PIPE,
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """The command while it runs."""
+        process = subprocess.Popen(
+            [*self._command(device), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=self.environment,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # it may be ignored around the tests
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+    @staticmethod
+    def _command(device: dict[str, Any] | None) -> list[str]:
+        return COMMAND if device is None else [sys.executable, "-c", ON_A_DEVICE, repr(device)]
+
+
+@pytest.fixture(scope="module")
+def bytecode(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bytecode")
+
+
+@pytest.fixture
+def lever(tmp_path: Path, bytecode: Path) -> Lever:
+    return Lever(tmp_path / "home", bytecode)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One model of each architecture, named after it, and one with a SentencePiece vocabulary."""
+    folder = tmp_path_factory.mktemp("models")
+    for arch in ARCHITECTURES:
+        tiny_model(folder / f"{arch}.gguf", arch=arch)
+    tiny_model(folder / "spm.gguf", tokenizer="spm", rope_freqs=True, tied=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(models: Path) -> Path:
+    return models / "qwen2.gguf"
+
+
+def interrupt(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """Press Ctrl-C; what came on stdout and stderr until the end, which must come soon."""
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert b"Traceback" not in err, err.decode()
+    return out or b"", err or b""
+
+
+def one_line(stderr: bytes) -> str:
+    text = stderr.decode()
+    assert text.count("\n") == 1, text
+    assert text.startswith("lever: ")
+    return text
+
+
+# --- text, JSON and notes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "spm"])
+def test_stdout_holds_the_text_and_one_newline_and_the_seed_repeats_it(lever: Lever, models: Path, name: str) -> None:
+    document = lever.json("run", models / f"{name}.gguf", "Hello, world", "-n", "8")
+    seed = document["stats"]["seed"]
+    again = lever("run", models / f"{name}.gguf", "Hello, world", "-n", "8", "-s", str(seed))
+
+    assert again.returncode == 0
+    assert again.stdout == document["text"].encode() + b"\n"
+    assert f"seed {seed}\n" in again.stderr.decode()
+    assert not set(b"\r\x1b") & set(again.stderr)  # no bar and no colour where there is no terminal
+
+
+def test_json_has_every_name_that_the_design_lists(lever: Lever, model: Path) -> None:
+    document = lever.json("run", model, "Hello", "-n", "5", "--pin", "0", "-q")
+    stats = document["stats"]
+
+    assert document.keys() == {"text", "tokens", "finish_reason", "stats"}
+    assert set(STATS.split()) <= stats.keys()
+    assert (len(document["tokens"]), stats["new_tokens"], stats["cycles"]) == (5, 5, 4)
+    assert document["finish_reason"] == "length"
+    assert stats["tokens_per_s"] == pytest.approx(4 / stats["decode_s"])
+    assert stats["read_bytes"] > 0
+    assert stats["exact"] is True
+    assert 0 < stats["peak_rss_bytes"] <= stats["dram_budget_bytes"]
+    assert stats["model"] == str(model)
+
+
+def test_quiet_says_nothing_but_the_text(lever: Lever, model: Path) -> None:
+    done = lever("run", model, "Hello", "-n", "2", "-q")
+
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.endswith(b"\n")
+
+
+def test_verbose_shows_where_the_memory_goes(lever: Lever, model: Path) -> None:
+    notes = lever("run", model, "Hello", "-n", "0", "-v", "--dram", "300MiB").stderr.decode()
+
+    assert re.search(r"of 300 MiB planned: Python .* KV cache .* output projection", notes)
+
+
+def test_zero_new_tokens_only_read_the_prompt(lever: Lever, model: Path) -> None:
+    document = lever.json("run", model, "Hello", "-n", "0")
+
+    assert (document["text"], document["tokens"], document["finish_reason"]) == ("", [], "length")
+    assert document["stats"]["prompt_tokens"] > 0
+    assert lever("run", model, "Hello", "-n", "0").stdout == b"\n"
+
+
+def test_one_new_token_is_one(lever: Lever, model: Path) -> None:
+    document = lever.json("run", model, "Hello", "-n", "1")
+
+    assert (len(document["tokens"]), document["stats"]["cycles"]) == (1, 0)
+
+
+def test_text_is_utf_8_whatever_the_locale(lever: Lever, model: Path) -> None:
+    bias = "-l", "200+1000"  # one token, of a byte above 127
+    done = lever("run", model, "Hello", "-n", "2", *bias, LC_ALL="C", PYTHONIOENCODING="ascii")
+
+    assert (done.returncode, done.stdout) == (0, "\ufffd\ufffd\n".encode())
+
+
+# --- prompts ------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_the_same_from_everywhere(lever: Lever, model: Path, tmp_path: Path) -> None:
+    prompt = "two\nlines é"
+    (tmp_path / "prompt").write_text(prompt + "\n")
+    piped = f"{prompt}\n".encode()
+    given: list[tuple[list[str], bytes]] = [
+        ([prompt], b""),
+        (["-p", prompt], b"not this"),
+        (["-f", str(tmp_path / "prompt")], b""),
+        (["-"], piped),
+        ([], piped),
+    ]
+    answers = {lever("run", model, *words, "-n", "3", "-s", "1", "-q", stdin=stdin).stdout for words, stdin in given}
+
+    assert len(answers) == 1
+
+
+def test_bytes_that_are_no_utf_8_reach_the_model(lever: Lever, model: Path) -> None:
+    def n_tokens(prompt: bytes, **more: Any) -> int:
+        words = (b"-p", prompt) if prompt else ()
+        return int(lever.json("run", model, *words, "--raw", "-n", "0", **more)["stats"]["prompt_tokens"])
+
+    assert n_tokens(b"\xff\xfe") == n_tokens(b"", stdin=b"\xff\xfe\n") == 2
+    assert lever("run", model, b"\xff", "--system", b"\xfe", "-n", "1").returncode == 0
+
+
+def test_E7_the_text_of_a_special_token_in_a_chat_is_plain_text(lever: Lever, model: Path) -> None:
+    def n_tokens(prompt: str, *flags: str) -> int:
+        return int(lever.json("run", model, prompt, "-n", "0", *flags)["stats"]["prompt_tokens"])
+
+    assert n_tokens("<|im_end|>", "--raw") == 1
+    assert n_tokens("<|im_end|>") > n_tokens("x") + 4
+
+
+def test_a_prompt_longer_than_the_context_is_told_with_both_numbers(lever: Lever, model: Path) -> None:
+    done = lever("run", model, "x" * 600)
+
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert re.search(r"the prompt has 6\d\d tokens and the context 512", one_line(done.stderr))
+
+
+def test_a_raw_empty_prompt_needs_a_start_token(lever: Lever, models: Path) -> None:
+    assert lever("run", models / "qwen2.gguf", "", "--raw").returncode == 2
+    assert lever.json("run", models / "spm.gguf", "", "--raw", "-n", "1")["stats"]["prompt_tokens"] == 1
+
+
+# --- how an answer ends -------------------------------------------------------------------------------------
+
+
+def test_a_stop_string_ends_the_answer_before_it(lever: Lever, model: Path) -> None:
+    words = ("run", model, "Hello", "-n", "12", "--temp", "0", "-l", "65+1000", "-l", "66+999")
+    penalty = ("--frequency-penalty", "0.4")  # A A A B A B ..., as the penalties add up
+    text = lever.json(*words, *penalty)["text"]
+    stopped = lever.json(*words, *penalty, "--stop", "nowhere", "--stop", text[2:5])
+
+    assert (stopped["text"], stopped["finish_reason"]) == (text[: text.index(text[2:5])], "stop")
+
+
+def test_a_bias_forces_and_bans_tokens_and_ignore_eos_bans_the_end(lever: Lever, model: Path) -> None:
+    vocabulary = tiny_fields(arch="qwen2")
+    end = int(str(vocabulary.get("tokenizer.ggml.eos_token_id")))
+    words = ("run", model, "Hello", "-n", "4", "-l")
+
+    assert lever.json(*words, "65+1000")["tokens"] == [65] * 4
+    assert 65 not in lever.json(*words, "65-inf", "-l", "66+1000")["tokens"]
+    ended = lever.json(*words, f"{end}+1000")
+    assert (ended["tokens"], ended["finish_reason"], ended["text"]) == ([end], "stop", "")
+    ignored = lever.json(*words, f"{end}+1000", "--ignore-eos")
+    assert end not in ignored["tokens"]
+    assert len(ignored["tokens"]) == 4
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+
+def cut_in_the_header(fields: Fields) -> bytes:
+    return fields.encode()[:3000]
+
+
+def cut_in_the_tensors(fields: Fields) -> bytes:
+    return fields.encode()[:-40_000]
+
+
+def of_unknown_type(fields: Fields) -> bytes:
+    fields.tensor("blk.0.attn_q.weight").type = 99
+    return fields.encode()
+
+
+def of_experts(fields: Fields) -> bytes:
+    fields.set("qwen2.expert_count", 8)
+    return fields.encode()
+
+
+def of_another_architecture(fields: Fields) -> bytes:
+    fields.set("general.architecture", "mamba")
+    return fields.encode()
+
+
+def with_an_unknown_tokenizer(fields: Fields) -> bytes:
+    fields.set("tokenizer.ggml.model", "rwkv")
+    return fields.encode()
+
+
+def with_an_endless_template(fields: Fields) -> bytes:
+    fields.set("tokenizer.chat_template", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")
+    return fields.encode()
+
+
+def with_a_deep_template(fields: Fields) -> bytes:
+    fields.set("tokenizer.chat_template", "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}")
+    return fields.encode()
+
+
+def with_a_broken_template(fields: Fields) -> bytes:
+    fields.set("tokenizer.chat_template", "{% if %}")
+    return fields.encode()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        pytest.param(lambda _fields: b"", "", id="an-empty-file"),
+        pytest.param(lambda _fields: b"<!doctype html>" * 99, "is not a GGUF", id="not-a-GGUF"),
+        pytest.param(cut_in_the_header, "", id="A1-cut-in-the-header"),
+        pytest.param(cut_in_the_tensors, "is cut", id="A2-A5-cut-in-the-tensors"),
+        pytest.param(of_unknown_type, "99", id="A20-type-99"),
+        pytest.param(of_experts, "MoE", id="A28-experts"),
+        pytest.param(of_another_architecture, "mamba", id="another-architecture"),
+        pytest.param(with_an_unknown_tokenizer, "rwkv", id="an-unknown-tokenizer"),
+        pytest.param(with_an_endless_template, "template", id="an-endless-template"),
+        pytest.param(with_a_deep_template, "template", id="a-deep-template"),
+        pytest.param(with_a_broken_template, "template", id="a-broken-template"),
+    ],
+)
+def test_a_file_that_cannot_be_used_ends_with_4(lever: Lever, tmp_path: Path, spoil: Any, says: str) -> None:
+    path = tmp_path / "spoilt.gguf"
+    path.write_bytes(spoil(tiny_fields(arch="qwen2")))
+    done = lever("run", path, "Hello")
+
+    assert (done.returncode, done.stdout) == (4, b"")
+    assert says in one_line(done.stderr)
+
+
+def test_D8_a_budget_that_is_too_small_names_the_parts_and_ways_to_fit(lever: Lever, model: Path) -> None:
+    done = lever("run", model, "Hello", "--dram", "10MiB")
+
+    assert (done.returncode, done.stdout) == (3, b"")
+    line = one_line(done.stderr)
+    assert re.search(r"needs \d+ MiB but the budget is 10 MiB: Python .*KV cache .*ring", line)
+    assert all(way in line for way in ("--dram", "-c", "--pin"))
+
+
+def test_D7_a_huge_context_in_the_file_is_not_taken_unasked(lever: Lever, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "long.gguf", context_length=1 << 20)
+    done = lever("run", path, "Hello", "-n", "0", "--dram", "300MiB")
+    too_much = lever("run", path, "Hello", "-c", "1000000", "--dram", "300MiB")
+
+    assert "context 4096;" in done.stderr.decode()
+    assert too_much.returncode == 3
+    assert "KV cache" in one_line(too_much.stderr)
+
+
+def test_a_token_beyond_the_vocabulary_cannot_have_a_bias(lever: Lever, model: Path) -> None:
+    done = lever("run", model, "Hello", "-l", "999999+1")
+
+    assert done.returncode == 2
+    assert "the vocabulary ends at" in one_line(done.stderr)
+
+
+def test_a_system_message_without_a_template_is_refused(lever: Lever, model: Path) -> None:
+    done = lever("run", model, "Hello", "--raw", "--system", "Be brief")
+
+    assert done.returncode == 2
+    assert "--system needs a chat template" in one_line(done.stderr)
+
+
+def test_a_model_without_a_template_goes_on_from_the_text_and_says_so(lever: Lever, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "bare.gguf", metadata={"tokenizer.chat_template": None})
+    done = lever("run", path, "Hello", "-n", "1")
+
+    assert done.returncode == 0
+    assert "lever: the model has no chat template" in done.stderr.decode()
+
+
+# --- storage, streams ---------------------------------------------------------------------------------------
+
+
+def test_a_device_that_fails_is_told_with_file_and_byte(lever: Lever, model: Path) -> None:
+    done = lever("run", model, "Hello", "--pin", "0", device={"broken": range(150_000, 1 << 20)})
+
+    assert done.returncode == 5
+    assert re.search(rf"reading {model} failed at byte \d{{6}}: Input/output error", done.stderr.decode())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read_ends_with_5(lever: Lever, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "secret.gguf")
+    path.chmod(0)
+    done = lever("run", path, "Hello")
+
+    assert done.returncode == 5
+    assert "Permission denied" in one_line(done.stderr)
+
+
+def test_J5_slow_storage_is_told_before_it_is_waited_for_and_progress_shows(lever: Lever, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "deep.gguf", n_layers=12)
+    words = ("run", path, "x", "--raw", "-n", "0", "--pin", "0")
+    expectation, progress, _figures = lever(*words, device={"delay_s": 0.8}).stderr.decode().splitlines()
+
+    assert re.fullmatch(r"each token reads .* MiB from flash, about \d+ s at 0 MB/s: .*lever doctor", expectation)
+    assert re.fullmatch(r"reading the prompt, 1 token: \d+ %, 0 MB/s", progress)  # after five of about eight seconds
+
+
+def test_a_full_stdout_ends_with_one_line(lever: Lever, model: Path) -> None:
+    for flags in ([], ["--json"]):
+        with Path("/dev/full").open("wb") as full, lever.started("run", model, "x", "-q", *flags, stdout=full) as run:
+            _, err = run.communicate(timeout=60)
+        assert run.returncode == 5
+        assert one_line(err) == "lever: cannot write to stdout: No space left on device\n"
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(lever: Lever, model: Path) -> None:
+    with lever.started("run", model, "Hello", "--ignore-eos", "-q") as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(timeout=60) == 141
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+
+
+def test_closed_streams_are_no_traceback(lever: Lever, model: Path) -> None:
+    line = f"{COMMAND[0]} run {model} -n 1 -s 1"
+    codes = {f"{line} Hello >&-": 5, f"{line} <&-": 2, f"{line} Hello 2>&-": 0, f"{line} Hello 2>/dev/full": 0}
+    for command, code in codes.items():
+        done = subprocess.run(command, shell=True, env=lever.environment, capture_output=True, timeout=60)
+        assert done.returncode == code, command
+        assert b"Traceback" not in done.stderr
+
+
+# --- on a terminal ------------------------------------------------------------------------------------------
+
+
+def on_a_terminal(lever: Lever, *words: str | Path, device: dict[str, Any]) -> tuple[bytes, bytes]:
+    """stdout, which is a file, and what a terminal got from stderr."""
+    ours, theirs = pty.openpty()
+    with lever.started(*words, device=device, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        while part := _read(ours):
+            shown += part
+        assert process.wait(timeout=60) == 0
+        assert process.stdout is not None
+        return process.stdout.read(), shown
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # the other side is closed
+        return b""
+
+
+def test_a_terminal_gets_a_line_that_lives_and_stdout_the_text_alone(
+    lever: Lever, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    words = ("run", model, "x", "--raw", "-n", "4", "-l", "65+1000", "--pin", "0")
+    out, shown = on_a_terminal(lever, *words, device={"delay_s": 0.15})
+
+    assert out == b"AAAA\n"
+    assert b"reading the prompt, " in shown
+    assert b"3 tokens, " in shown  # how far the answer is that goes elsewhere
+    assert not re.search(rb"\x1b\[[0-9;]*\b(3[0-7]|38|9[0-7])\b", shown)
+
+
+# --- Ctrl-C -------------------------------------------------------------------------------------------------
+
+
+def notes_until(process: subprocess.Popen[bytes], text: str) -> None:
+    """Read stderr until a line has `text`."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if text in line.decode():
+            return
+    raise AssertionError(f"it ended before {text!r}")
+
+
+def test_B2_ctrl_c_while_a_model_is_assembled_leaves_nothing(lever: Lever, tmp_path: Path) -> None:
+    part = tmp_path / "home/models/demo.gguf.part"
+    with lever.started("pull", "demo") as process:
+        wait_until(lambda: part.exists() and part.stat().st_size > 0, seconds=60)
+        out, err = interrupt(process)
+
+    assert (process.returncode, out, err) == (130, b"", b"")
+    assert list(part.parent.iterdir()) == []
+
+
+def test_ctrl_c_while_weights_are_loaded_ends_at_once(lever: Lever, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "deep.gguf", n_layers=20)
+    with lever.started("run", path, "Hello", "--pin", "100", device={"delay_s": 0.5}) as process:
+        notes_until(process, "loading the weights: ")  # after five of about ten seconds
+        out, err = interrupt(process)
+
+    assert (process.returncode, out, err) == (130, b"", b"")
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_ctrl_c_while_the_prompt_is_read_prints_figures(lever: Lever, tmp_path: Path, flags: list[str]) -> None:
+    path = tiny_model(tmp_path / "deep.gguf", n_layers=20)
+    words: list[str | Path] = ["run", path, "x", "--raw", "--pin", "0", "-v", *flags]
+    with lever.started(*words, device={"delay_s": 0.5}) as process:
+        notes_until(process, "planned: ")  # all is ready, and the reads of a pass take ten seconds
+        time.sleep(0.5)
+        out, err = interrupt(process)
+
+    assert process.returncode == 130
+    assert "0 tokens; " in err.decode()
+    if flags:
+        document = json.loads(out)
+        assert (document["text"], document["tokens"], document["finish_reason"]) == ("", [], None)
+        assert document["stats"]["peak_rss_bytes"] > 0
+    else:
+        assert out == b"\n"
+
+
+def test_ctrl_c_while_text_comes_keeps_it_and_prints_figures(lever: Lever, model: Path) -> None:
+    words = ("run", model, "Hello", "-s", "5", "--ignore-eos")
+    with lever.started(*words, "--pin", "0", device={"delay_s": 0.02}) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(5)
+        rest, err = interrupt(process)
+
+    assert process.returncode == 130
+    assert re.search(rb"\n?\d+ tokens, \d+\.\d+ a second; prompt of \d+ in .* seed 5\n$", err)
+    assert (first + rest).endswith(b"\n")
+    whole = lever(*words).stdout
+    assert whole.startswith((first + rest)[:-1])
+    assert len(whole) > len(first + rest)
+
+
+# --- info ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "spm"])
+def test_info_tells_shape_types_and_sizes(lever: Lever, models: Path, name: str) -> None:
+    path = models / f"{name}.gguf"
+    facts = lever.json("info", path)
+
+    expected = {"layers": 2, "embedding_length": 256, "feed_forward_length": 512, "heads": 4, "kv_heads": 2}
+    assert facts.items() >= expected.items()
+    assert facts["architecture"] == (name if name in ARCHITECTURES else "llama")
+    assert facts["bytes"] == path.stat().st_size
+    assert facts["pass_bytes"] == facts["layers_bytes"] + facts["output_projection_bytes"]
+    assert facts["tensor_types"].keys() == {"Q4_K", "F32"}
+    assert facts["chat_template"] is True
+    assert facts["tied_output"] is (name == "spm")
+    shown = lever("info", path)
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    assert all(line == line.rstrip() for line in shown.stdout.decode().splitlines())
+    assert re.search(r"^architecture +\w+$", shown.stdout.decode(), re.MULTILINE)
