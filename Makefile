@@ -1,6 +1,6 @@
 # Two commands: `make run` answers a question with the demo model, `make test` runs the tests.
 # Both set up what they need: uv (into .tools, if there is none), ggml compiled for this CPU, the demo model.
-.PHONY: run test lint setup clean
+.PHONY: run test lint setup setup-tests clean
 
 PYTHON ?= python3
 QUESTION ?= Why is the sky blue? Answer in two sentences.
@@ -20,18 +20,19 @@ lint: setup-tests
 	@$(UV) run --no-sync mypy
 
 setup: $(UV)
-	@echo "lever: setting up: packages, ggml compiled for this CPU (about a minute the first time), demo model (1.6 GB)" >&2
+	@echo "lever: setting up: packages, ggml compiled for this CPU (about a minute the first time), demo models (1.6 GB)" >&2
 	@$(UV) sync --inexact --extra demo
 
 setup-tests: $(UV)
-	@echo "lever: setting up: packages, ggml compiled for this CPU (about a minute the first time), demo model (1.6 GB)" >&2
+	@echo "lever: setting up: packages, ggml compiled for this CPU (about a minute the first time), demo models (1.6 GB)" >&2
 	@$(UV) sync --inexact --all-extras --group dev
 
 # Only reached where uv is not on the PATH.
 .tools/bin/uv:
 	@echo "lever: fetching uv into .tools" >&2
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --target .tools uv || { \
-	  echo "lever: pip is missing or failed; on Debian and Ubuntu: apt-get install python3-pip" >&2; exit 1; }
+	@$(PYTHON) -m pip --version >/dev/null 2>&1 || { \
+	  echo "lever: $(PYTHON) has no pip; on Debian and Ubuntu: apt-get install python3-pip" >&2; exit 1; }
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --target .tools uv
 
 clean:
 	rm -rf .venv .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,7 +2,7 @@
 
     python -m benchmarks.llama_cpp MODEL [-n TOKENS] [-c CTX] [--no-mmap]
 
-To be run by `benchmarks.cage_peer` in a process of its own, so that a memory cage holds it alone.
+To be run by `benchmarks.cage` in a process of its own, so that a memory cage holds it alone.
 """
 
 from __future__ import annotations

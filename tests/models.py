@@ -39,7 +39,9 @@ def open_tiny(
 ) -> Iterator[LoadedModel]:
     """A loaded model with memory to spare, so that settings alone decide what is pinned; read through `device`."""
     gguf = read(path)
-    chosen = ModelSettings(**{"dram": 1 << 40, "n_ctx": 512, "n_logits": 32, "pin_percent": 0} | settings)
+    pin_percent = None if settings.get("layout") == "repacked" else 0
+    defaults = {"dram": 1 << 40, "n_ctx": 512, "n_logits": 32, "pin_percent": pin_percent}
+    chosen = ModelSettings(**defaults | settings)
     with ExitStack() as stack:
         file = functools.partial(DirectFile, read=device)
         stack.enter_context(mock.patch("lever.loader.DirectFile", file))

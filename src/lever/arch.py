@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from lever.errors import GGUFError, UnsupportedModel
-from lever.gguf import GGUF, TYPES, TensorInfo
+from lever.gguf import F32, GGUF, TYPES, TensorInfo
 
-F32 = 0
 # Types with a `vec_dot` in type_traits_cpu of ggml 0.20.2 (ggml-cpu.c): those that mul_mat takes as weights.
 MATRIX_TYPES = frozenset(TYPES) - {
     9,  # Q8_1: activations only

@@ -34,7 +34,7 @@ from lever.machine import cpu_features, filesystem_of, is_rotational, performanc
 from lever.memory import MIB, available_memory, format_size, parse_size
 from lever.models.cache import check_space, drop_page_cache, home
 from lever.pages import Pages
-from lever.weights.reader import BLOCK, DirectFile, ReadInto, read_into
+from lever.weights.reader import DirectFile, ReadInto, read_into
 
 Level = Literal["ok", "warning", "problem"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "problem")  # the exit code is the place of the worst one
@@ -56,6 +56,7 @@ NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "glusterfs",
 SHARED = {"sdcardfs", "esdfs"}  # Android's shared storage where it is not FUSE
 IN_MEMORY = {"tmpfs", "ramfs"}
 
+BLOCK = 4 * MIB  # of one timed read: small enough to stop in time on slow storage
 SAMPLE = 512 * MIB  # at most so much is read
 LEAST_MODEL = 256 * MIB  # an existing model of this size is read instead of a file written for it
 WRITTEN = 128 * MIB

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lever.errors import ContextOverflow, UsageError
+from lever.errors import Cancelled, ContextOverflow, LeverError, UsageError
 from lever.model import Model
 from lever.stats import RunStats
 from lever.threads import ThreadChooser
@@ -42,6 +42,7 @@ class Engine:
         # Streaming starts with one thread: it nearly always keeps up, and leaves the rest of the machine alone.
         self._pass_threads = ThreadChooser(1 if store.streamed else n_threads, n_threads)
         self._cached: list[int] = []
+        self._request = 0  # the newest one; the model has one KV cache, so older ones cannot go on
 
     def steps(
         self,
@@ -52,15 +53,19 @@ class Engine:
         end_tokens: frozenset[int],
         stats: RunStats,
         on_prefill: Callable[[int], None] = lambda _n_tokens: None,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> Iterator[Step]:
         """New tokens one by one, until an end token, `max_new_tokens` or a full context.
 
-        `on_prefill` is told of prompt tokens as they are read. ContextOverflow when the prompt leaves no
-        room for a new token.
+        `on_prefill` is told of prompt tokens as they are read. `cancelled` is asked after each layer; once it says yes,
+        Cancelled is raised and the engine is ready for another prompt. ContextOverflow when the prompt leaves no room
+        for a new token. LeverError when it is gone on with after another prompt was begun.
         """
         self._check(prompt)
+        self._request += 1
+        request = self._request
         tokens = list(prompt)
-        logits = self._prefill(prompt, stats, on_prefill)
+        logits = self._prefill(prompt, stats, on_prefill, cancelled)
         if max_new_tokens == 0:
             return
         n_ctx = self._model.shape.n_ctx
@@ -75,7 +80,9 @@ class Engine:
             yield Step(token, logits, reason)
             if reason is not None:
                 return
-            logits = self._cycle(token)
+            if request != self._request:
+                raise LeverError("another answer has been started since: one at a time")
+            logits = self._cycle(token, cancelled)
             stats.cycles += 1
 
     def _check(self, prompt: Sequence[int]) -> None:
@@ -88,41 +95,49 @@ class Engine:
             )
 
     def _prefill(
-        self, prompt: Sequence[int], stats: RunStats, on_prefill: Callable[[int], None]
+        self,
+        prompt: Sequence[int],
+        stats: RunStats,
+        on_prefill: Callable[[int], None],
+        cancelled: Callable[[], bool],
     ) -> NDArray[np.float32]:
         """Rows for the part of the prompt that is not cached; the logits after its last token."""
         started = time.perf_counter()
         n_cached = min(_common_prefix(self._cached, prompt), len(prompt) - 1)
+        del self._cached[n_cached:]  # first: at no moment may it hold more than the cache
         self._model.kv.truncate(n_cached)
-        del self._cached[n_cached:]
         stats.prompt_tokens, stats.cached_tokens = len(prompt), n_cached
         n_batch = self._model.shape.n_batch
         for start in range(n_cached, len(prompt), n_batch):
             part = prompt[start : start + n_batch]
-            self._wide_pass(part, on_prefill)
+            self._wide_pass(part, on_prefill, cancelled)
         logits: NDArray[np.float32] = self._model.project([len(part) - 1])[0]
         stats.prefill_s = time.perf_counter() - started
         return logits
 
-    def _wide_pass(self, tokens: Sequence[int], on_prefill: Callable[[int], None]) -> None:
+    def _wide_pass(
+        self, tokens: Sequence[int], on_prefill: Callable[[int], None], cancelled: Callable[[], bool]
+    ) -> None:
         """One pass for a part of the prompt; after each layer its share of the tokens counts as read."""
-        n_layers = self._model.config.n_layers
+        n_layers, n_rows = self._model.config.n_layers, len(tokens)
         clock = _Clock(self._store)
         self._model.n_threads = self._layer_threads.count
 
         def after_layer(layer: int) -> None:
-            self._layer_threads.observe(*clock.lap())
+            seconds, stall_s = clock.lap()
+            self._layer_threads.observe(seconds / n_rows, stall_s / n_rows)  # parts of a prompt differ in length
             self._model.n_threads = self._layer_threads.count
-            on_prefill(len(tokens) * (layer + 1) // n_layers - len(tokens) * layer // n_layers)
+            on_prefill(n_rows * (layer + 1) // n_layers - n_rows * layer // n_layers)
+            _stop_if(cancelled)
 
         self._model.forward(tokens, after_layer)
         self._cached.extend(tokens)
 
-    def _cycle(self, token: int) -> NDArray[np.float32]:
+    def _cycle(self, token: int, cancelled: Callable[[], bool]) -> NDArray[np.float32]:
         """One pass for one token; the logits after it."""
         clock = _Clock(self._store)
         self._model.n_threads = self._pass_threads.count
-        self._model.forward([token])
+        self._model.forward([token], lambda _layer: _stop_if(cancelled))
         self._cached.append(token)
         logits: NDArray[np.float32] = self._model.project([0])[0]
         self._pass_threads.observe(*clock.lap())
@@ -172,6 +187,11 @@ class _Figures:
             store.read_s,
             store.read_bytes,
         )
+
+
+def _stop_if(cancelled: Callable[[], bool]) -> None:
+    if cancelled():
+        raise Cancelled("the answer was given up")
 
 
 def _finish_reason(token: int, n_tokens: int, end_tokens: frozenset[int], limit: int) -> FinishReason | None:

@@ -10,6 +10,7 @@
     │   └── TemplateError           its chat template is not usable
     ├── StorageError            5   the storage failed, or a file changed while in use
     │   └── DownloadError           a model could not be fetched
+    ├── Cancelled             130   somebody does not want the answer any more
     ├── ContextOverflow         1   more tokens than the context holds
     └── LibraryError            1   ggml is missing, of another version, or computes wrongly
 
@@ -70,6 +71,12 @@ class StorageError(LeverError):
 
 class DownloadError(StorageError):
     """A model could not be fetched or assembled."""
+
+
+class Cancelled(LeverError):
+    """The answer was given up between two layers, at somebody's wish."""
+
+    exit_code = 130  # what a shell expects after Ctrl-C
 
 
 class ContextOverflow(LeverError):

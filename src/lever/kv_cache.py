@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from lever.arch import ModelConfig
 from lever.errors import ContextOverflow
 from lever.ggml import Buffer, Context, Library
+from lever.gguf import F16
 from lever.pages import Pages, round_up
 
-F16 = 1  # ggml type id
 F16_BYTES = 2
 # Attention runs over a multiple of this many slots: the kernels' lanes then see each slot at the same place whatever
 # the length, and the slots behind the context add exact zeros (they are finite and masked).
@@ -40,10 +42,14 @@ class KVCache:
         self.n_ctx = n_ctx
         self.n_slots = round_up(n_ctx, SLOT_MULTIPLE)
         self.length = 0
+        self._written = 0  # slots that may hold something
         self._pages = Pages(kv_bytes(config, n_ctx))
         self._buffer = Buffer(ggml, self._pages.address, self._pages.nbytes)
         self._context = Context(ggml, 2 * config.n_layers)
         half = F16_BYTES * config.n_embd_kv * self.n_slots
+        halves = self._pages.bytes[: 2 * config.n_layers * half].view(np.float16).reshape(config.n_layers, 2, -1)
+        self._keys = halves[:, 0].reshape(config.n_layers, self.n_slots, config.n_embd_kv)
+        self._values = halves[:, 1].reshape(config.n_layers, config.n_embd_kv, self.n_slots)
         self.layers = tuple(
             LayerKV(
                 self._tensor(ggml, config.n_embd_kv, self.n_slots, 2 * layer * half),
@@ -58,20 +64,29 @@ class KVCache:
         return self._pages.nbytes
 
     def require(self, n_rows: int) -> None:
-        """ContextOverflow unless `n_rows` more rows fit."""
+        """Make ready for `n_rows` more rows; ContextOverflow unless they fit."""
         if self.length + n_rows > self.n_ctx:
             raise ContextOverflow(
                 f"{self.length + n_rows} tokens do not fit in a context of {self.n_ctx}: "
                 "shorten the prompt or give more with -c"
             )
+        self._written = max(self._written, self.length + n_rows)
 
     def truncate(self, length: int) -> None:
-        """Keep only the first `length` rows; what lies behind them is masked, and so adds exact zeros."""
+        """Keep only the first `length` rows. What lies behind them becomes zeros.
+
+        It is masked, and finite values would add exact zeros too; but those of a prompt that overflowed are not finite,
+        and zero times infinity is not zero.
+        """
         assert 0 <= length <= self.length
         self.length = length
+        self._keys[:, length : self._written] = 0
+        self._values[:, :, length : self._written] = 0
+        self._written = length
 
     def close(self) -> None:
         """Free the memory; tensors become invalid."""
+        self._keys = self._values = np.empty((0, 0, 0), np.float16)
         self._context.close()
         self._buffer.close()
         self._pages.close()

@@ -8,17 +8,16 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from lever import gguf as gguf_file
 from lever.arch import ModelConfig
 from lever.chat import ChatTemplate
 from lever.engine import Engine, FinishReason, Step
-from lever.errors import TemplateError, UsageError
+from lever.errors import Cancelled, TemplateError, UsageError
 from lever.gguf import GGUF
 from lever.loader import LoadedModel, ModelSettings, Progress
 from lever.memory import peak_rss_bytes
+from lever.owner import Owner
 from lever.sample import Sampler
 from lever.settings import SamplerSettings
 from lever.stats import RunStats
@@ -47,18 +46,32 @@ class GenerationSettings:
         StopMatcher(self.stops)
 
 
-class LLM:
+class LLM(Owner):
     """A model that answers. One request at a time."""
 
-    def __init__(
-        self, path: Path, settings: ModelSettings, *, name: str = "", progress: Progress | None = None
-    ) -> None:
-        """Read the file's header, build the tokenizer, then plan and load. Errors as in `lever.errors`."""
-        gguf = gguf_file.read(path)
+    def __init__(self, path: Path, settings: ModelSettings, *, name: str = "") -> None:
+        """Read the file's header and build the tokenizer: enough to encode prompts. Errors as in `lever.errors`."""
         self.name = name or str(path)
-        self.tokenizer = Tokenizer.from_gguf(gguf)
-        self.loaded = _load(_without_vocabulary(gguf), ModelConfig.from_gguf(gguf), settings, progress)
-        self.engine = Engine(self.loaded.model, self.loaded.store, settings.n_threads)
+        self._settings = settings
+        self._gguf, self.config, self.tokenizer = _read(path)
+        self._loaded: LoadedModel | None = None
+
+    def load(self, progress: Progress | None = None) -> LoadedModel:
+        """Plan, allocate, and read what is pinned; `generate` does it if nobody has."""
+        if self._loaded is None:
+            gc.collect()  # the header's lists, before the plan counts the memory in use
+            self._loaded = LoadedModel(self._gguf, self.config, self._settings, progress=progress)
+        return self._loaded
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model in its place."""
+        return self.load()
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """What turns tokens into tokens."""
+        return Engine(self.loaded.model, self.loaded.store, self.loaded.n_threads)
 
     def encode_raw(self, text: str) -> list[int]:
         """Tokens of a prompt without a chat template: special tokens in the text count, as for llama.cpp's -p."""
@@ -70,7 +83,7 @@ class LLM:
     @functools.cached_property
     def template(self) -> ChatTemplate | None:
         """The model's chat template, None if its file has none. TemplateError if it cannot be used."""
-        return ChatTemplate.from_gguf(self.loaded.gguf, self.tokenizer)
+        return ChatTemplate.from_gguf(self._gguf, self.tokenizer)
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
         """Tokens of a conversation in the model's own template, ready for its answer."""
@@ -89,15 +102,8 @@ class LLM:
 
     def close(self) -> None:
         """Give everything back. Safe to call twice."""
-        self.loaded.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        if self._loaded is not None:
+            self._loaded.close()
 
     def _steps(
         self,
@@ -105,8 +111,9 @@ class LLM:
         settings: GenerationSettings,
         stats: RunStats,
         on_prefill: Callable[[int], None],
+        cancelled: Callable[[], bool],
     ) -> Iterator[Step]:
-        sampler = Sampler(_without_end(settings, self.tokenizer), self.loaded.config.n_vocab)
+        sampler = Sampler(_without_end(settings, self.tokenizer), self.config.n_vocab)
         return self.engine.steps(
             prompt,
             sampler.draw,
@@ -114,16 +121,18 @@ class LLM:
             end_tokens=frozenset() if settings.ignore_eos else self.tokenizer.eog_ids,
             stats=stats,
             on_prefill=on_prefill,
+            cancelled=cancelled,
         )
 
     def _new_stats(self, seed: int) -> RunStats:
         loaded = self.loaded
         return RunStats(
             direct_io=loaded.store.direct_io,
+            buffered_reason=loaded.store.buffered_reason,
             dram_budget_bytes=loaded.plan.budget,
             dram_planned_bytes=loaded.plan.total,
             pinned_layers=loaded.n_pinned_layers,
-            layers=loaded.config.n_layers,
+            layers=self.config.n_layers,
             n_ctx=loaded.shape.n_ctx,
             seed=seed,
             model=self.name,
@@ -141,15 +150,21 @@ class Generation:
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stats = llm._new_stats(settings.sampler.seed)
-        self._steps = llm._steps(prompt, settings, self.stats, on_prefill)
-        self._end_tokens = llm.tokenizer.eog_ids
+        self.cancelled = False
+        self._steps = llm._steps(prompt, settings, self.stats, on_prefill, lambda: self.cancelled)
         self._decoder = StreamDecoder(llm.tokenizer)
         self._stops = StopMatcher(settings.stops)
+
+    def cancel(self) -> None:
+        """Let the iteration end, within one layer. May be called from a signal handler or another thread."""
+        self.cancelled = True
 
     def __iter__(self) -> Iterator[str]:
         try:
             yield from self._pieces()
-        finally:  # Ctrl-C among others: the figures are of what there is
+        except Cancelled:
+            self.finish_reason = None
+        finally:
             self.stats.peak_rss_bytes = peak_rss_bytes()
 
     def _pieces(self) -> Iterator[str]:
@@ -182,14 +197,13 @@ class Generation:
         return piece + self._stops.flush()
 
 
-def _load(gguf: GGUF, config: ModelConfig, settings: ModelSettings, progress: Progress | None) -> LoadedModel:
-    gc.collect()  # the header's lists, before the plan counts the memory in use
-    return LoadedModel(gguf, config, settings, progress=progress)
-
-
-def _without_vocabulary(gguf: GGUF) -> GGUF:
+def _read(path: Path) -> tuple[GGUF, ModelConfig, Tokenizer]:
+    """The header without the lists of its vocabulary, and what is made of it."""
+    gguf = gguf_file.read(path)
+    config, tokenizer = ModelConfig.from_gguf(gguf), Tokenizer.from_gguf(gguf)
     dropped = {f"tokenizer.ggml.{key}" for key in VOCABULARY_KEYS}
-    return replace(gguf, metadata={key: value for key, value in gguf.metadata.items() if key not in dropped})
+    kept = {key: value for key, value in gguf.metadata.items() if key not in dropped}
+    return replace(gguf, metadata=kept), config, tokenizer
 
 
 def _without_end(settings: GenerationSettings, tokenizer: Tokenizer) -> SamplerSettings:

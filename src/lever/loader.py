@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 from lever.arch import ModelConfig
 from lever.errors import DoesNotFit, UsageError
 from lever.ggml import Library, load
 from lever.ggml.probe import row_multiple
-from lever.gguf import GGUF
+from lever.gguf import GGUF, TensorInfo
 from lever.kv_cache import kv_bytes
 from lever.memory import Ledger, does_not_fit, release_unused, rss_bytes
-from lever.model import Model, compute_nbytes
+from lever.model import Model
+from lever.owner import Owner
+from lever.sizing import compute_nbytes
 from lever.weights.embedding import EmbeddingRows
 from lever.weights.plan import PROJECTION, ModelUnits, Plan, make_plan, model_units
 from lever.weights.reader import DirectFile
@@ -62,6 +63,8 @@ class ModelSettings:
         ):
             if not sound:
                 raise UsageError(f"{name} is {value}: it must be {allowed}")
+        if self.layout == "repacked" and pin not in (None, 100):
+            raise UsageError(f"the repacked layout keeps all layers in DRAM: leave out --pin {pin:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class Progress:
     advance: Callable[[int], None] = lambda _nbytes: None
 
 
-class LoadedModel:
+class LoadedModel(Owner):
     """A model in its place, with what was decided about it. Close it to give everything back."""
 
     def __init__(
@@ -89,7 +92,9 @@ class LoadedModel:
         self.config = config
         self.ggml = load()
         self.units = model_units(gguf, config)
-        self.shape, self.plan = plan(self.ggml, config, self.units, settings)
+        table = gguf.tensors["token_embd.weight"]
+        self.shape, self.plan = plan(self.ggml, config, self.units, table, settings)
+        self.n_threads = usable_threads(settings.n_threads, self.shape.row_multiple)
         self.ledger = ledger or Ledger(settings.dram)
         self._cleanup = ExitStack()
         with ExitStack() as stack:
@@ -97,7 +102,7 @@ class LoadedModel:
                 self.ledger.reserve(part, nbytes)
                 stack.callback(self.ledger.release, part, nbytes)
             self.store, weights = self._open_weights(stack, settings, progress or Progress())
-            self.model = self._open_model(stack, settings, weights)
+            self.model = self._open_model(stack, weights)
             self._cleanup = stack.pop_all()
 
     @property
@@ -109,17 +114,7 @@ class LoadedModel:
         """Free everything. Safe to call twice."""
         self._cleanup.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _open_weights(
-        self, stack: ExitStack, settings: ModelSettings, progress: Progress
-    ) -> tuple[Store, Weights]:
+    def _open_weights(self, stack: ExitStack, settings: ModelSettings, progress: Progress) -> tuple[Store, Weights]:
         """The store that passes read from, and the tensors. A repacked model needs no store once it is loaded."""
         units, plan = self.units.units, self.plan
         progress.start(sum(units[index].nbytes for index in plan.pinned))
@@ -134,16 +129,27 @@ class LoadedModel:
         stack.callback(weights.close)
         return store, weights
 
-    def _open_model(self, stack: ExitStack, settings: ModelSettings, weights: Weights) -> Model:
+    def _open_model(self, stack: ExitStack, weights: Weights) -> Model:
         table = self.gguf.tensors["token_embd.weight"]
         embedding = EmbeddingRows(DirectFile(self.gguf.files[table.file]), table, GRAPH_ROWS)
         stack.callback(embedding.close)
-        model = Model(self.ggml, self.config, self.units, weights, embedding, self.shape, settings.n_threads)
+        model = Model(self.ggml, self.config, self.units, weights, embedding, self.shape, self.n_threads)
         stack.callback(model.close)
         return model
 
 
-def plan(ggml: Library, config: ModelConfig, units: ModelUnits, settings: ModelSettings) -> tuple[ModelShape, Plan]:
+def usable_threads(n_threads: int, row_multiple: int) -> int:
+    """How many threads keep rows invariant: any number, or a power of two where kernels take two rows at a time.
+
+    Those kernels fall back to single rows, which round differently, in a share of the weights that is odd; ggml gives
+    each thread an equal share of the rows of a small matrix.
+    """
+    return n_threads if row_multiple == 1 else 1 << (n_threads.bit_length() - 1)
+
+
+def plan(
+    ggml: Library, config: ModelConfig, units: ModelUnits, table: TensorInfo, settings: ModelSettings
+) -> tuple[ModelShape, Plan]:
     """What fits in the budget. A context that was not asked for is halved until it does, down to 512 positions."""
     n_ctx = settings.n_ctx or min(DEFAULT_CTX, config.n_ctx_train)
     if n_ctx > config.n_ctx_train:
@@ -154,7 +160,7 @@ def plan(ggml: Library, config: ModelConfig, units: ModelUnits, settings: ModelS
     while True:
         shape = ModelShape(n_ctx, min(settings.n_batch, n_ctx), settings.n_logits, multiple)
         try:
-            return shape, _plan_with(ggml, config, units, settings, shape)
+            return shape, _plan_with(ggml, config, units, table, settings, shape)
         except DoesNotFit:
             if settings.n_ctx is not None or n_ctx // 2 < LEAST_CTX:
                 raise
@@ -162,12 +168,19 @@ def plan(ggml: Library, config: ModelConfig, units: ModelUnits, settings: ModelS
 
 
 def _plan_with(
-    ggml: Library, config: ModelConfig, units: ModelUnits, settings: ModelSettings, shape: ModelShape
+    ggml: Library,
+    config: ModelConfig,
+    units: ModelUnits,
+    table: TensorInfo,
+    settings: ModelSettings,
+    shape: ModelShape,
 ) -> Plan:
     fixed = {
         PYTHON: rss_bytes() + PYTHON_GROWTH,
         KV_CACHE: kv_bytes(config, shape.n_ctx),
-        BUFFERS: Workspace.nbytes(config, shape) + compute_nbytes(ggml, config, units, shape),
+        BUFFERS: Workspace.nbytes(config, shape)
+        + EmbeddingRows.nbytes(table, GRAPH_ROWS)
+        + compute_nbytes(ggml, config, units, shape, settings.n_threads),
     }
     if settings.layout == "repacked":
         # Everything passes through a ring on its way into the repacked buffers.

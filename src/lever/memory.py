@@ -20,7 +20,7 @@ AUTO_PERCENT_ANDROID = 40  # Android ends apps that hold about half of the memor
 WAYS_TO_FIT = (
     "give more with --dram",
     "shorten the context with -c",
-    "keep fewer layers with --pin",
+    "read the prompt in smaller parts with -b",
 )
 
 _STATUS = Path("/proc/self/status")

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lever.arch import ModelConfig
-from lever.ggml import Backend, Buffer, Context, GraphAllocator, Library
-from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE, KVCache, LayerKV
-from lever.pages import PAGE, round_up
-from lever.transformer import F16, F32, F32_BYTES, I32, NODES, TENSORS, Rows, Transformer
+from lever.errors import LeverError
+from lever.ggml import Backend, Context, GraphAllocator, Library
+from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE, KVCache
+from lever.pages import round_up
+from lever.sizing import wide_graphs
+from lever.transformer import F32_BYTES, NODES, TENSORS, Rows, Transformer
 from lever.weights.embedding import EmbeddingRows
 from lever.weights.plan import ModelUnits
-from lever.weights.tensors import Tensors, Weights, overlay
+from lever.weights.tensors import Tensors, Weights
 from lever.workspace import GRAPH_ROWS, Block, ModelShape, Workspace
 
 
@@ -60,9 +61,9 @@ class Model:
         self._workspace = Workspace(ggml, config, embedding, shape)
         self._small = next(iter(weights.stream([units.small])))  # pinned, so it stays valid
         self._allocator = GraphAllocator(ggml)
-        with _largest_graphs(ggml, config, units, shape) as graphs:
-            for graph in graphs:
-                self._allocator.reserve(graph)
+        for graph in wide_graphs(ggml, config, units, shape):
+            self._allocator.reserve(graph)
+        self._closed = False
 
     @property
     def n_threads(self) -> int:
@@ -80,6 +81,7 @@ class Model:
         before anything is computed. An error in mid-pass leaves the cache at its old length.
         """
         assert 0 < len(tokens) <= self.shape.n_batch
+        self._require_open()
         self.kv.require(len(tokens))
         blocks = tuple(self._blocks(len(tokens)))
         for block in blocks:
@@ -96,6 +98,7 @@ class Model:
         The next call overwrites the array.
         """
         assert 0 < len(rows) <= self.shape.n_logits
+        self._require_open()
         space, m = self._workspace, self.shape.padded(len(rows))
         space.chosen_array[:m] = space.hidden_array[[*rows, *[rows[-1]] * (m - len(rows))]]
         chosen = self._begin(space.chosen, m)
@@ -103,27 +106,28 @@ class Model:
             self._transformer.final_norm(self._context, chosen, self._small["output_norm.weight"])
         )
         first = 0
-        for weights, band in zip(
-            self._weights.stream(self._units.projection), self._units.band_rows, strict=True
-        ):
+        for weights, band in zip(self._weights.stream(self._units.projection), self._units.band_rows, strict=True):
             (matrix,) = weights.values()
             chosen = self._begin(space.chosen, m)
             row = F32_BYTES * self.config.n_vocab
             part = self._ggml.view_2d(self._context.handle, space.logits, band, m, row, F32_BYTES * first)
-            self.stats.projection_s += self._run(
-                self._transformer.project(self._context, chosen, matrix, part)
-            )
+            self.stats.projection_s += self._run(self._transformer.project(self._context, chosen, matrix, part))
             first += band
         logits: NDArray[np.float32] = space.logits_array[: len(rows)]
         return logits
 
     def close(self) -> None:
         """Free cache, workspace and graphs; weights and embedding are their owner's."""
+        self._closed = True
         self._allocator.close()
         self._context.close()
         self._backend.close()
         self._workspace.close()
         self.kv.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise LeverError("the model is closed: open it again to go on")
 
     def _blocks(self, n_rows: int) -> Iterator[Block]:
         for start in range(0, n_rows, GRAPH_ROWS):
@@ -145,9 +149,7 @@ class Model:
         rows = Rows(
             hidden=self._begin(space.hidden, block.m, block.start),
             positions=self._ggml.view_1d(self._context.handle, space.positions, block.m, 0),
-            mask=self._ggml.view_2d(
-                self._context.handle, space.mask, block.n_kv, block.m, F16_BYTES * block.n_kv, 0
-            ),
+            mask=self._ggml.view_2d(self._context.handle, space.mask, block.n_kv, block.m, F16_BYTES * block.n_kv, 0),
             n=block.n,
             m=block.m,
             first_slot=block.first_slot,
@@ -172,47 +174,3 @@ class Model:
         started = time.perf_counter()
         self._backend.compute(graph)
         return time.perf_counter() - started
-
-
-def compute_nbytes(ggml: Library, config: ModelConfig, units: ModelUnits, shape: ModelShape) -> int:
-    """Bytes that computing takes beside weights, cache and workspace: intermediate tensors and ggml's work buffer."""
-    with _largest_graphs(ggml, config, units, shape) as graphs, GraphAllocator(ggml) as allocator:
-        intermediate = max(allocator.size_of(graph) for graph in graphs)
-    # ggml's own buffer for one product at a time: its rows, converted to the type that the weights are dotted with.
-    rows = shape.padded(min(GRAPH_ROWS, shape.n_batch))
-    return intermediate + F32_BYTES * rows * max(config.n_ff, config.n_embd)
-
-
-@contextmanager
-def _largest_graphs(
-    ggml: Library, config: ModelConfig, units: ModelUnits, shape: ModelShape
-) -> Iterator[tuple[int, int]]:
-    """The layer and the projection that need the most memory, over addresses that are never read: to measure only."""
-    m = shape.padded(min(GRAPH_ROWS, shape.n_batch))
-    n_slots, transformer = shape.n_slots, Transformer(ggml, config)
-    with ExitStack() as stack:
-        buffer = stack.enter_context(Buffer(ggml, PAGE, 1 << 46))
-        context = stack.enter_context(Context(ggml, TENSORS, NODES))
-        context2 = stack.enter_context(Context(ggml, TENSORS, NODES))
-
-        def tensor(kind: int, length: int, rows: int) -> int:
-            return buffer.place(ggml.new_tensor_2d(context.handle, kind, length, rows), PAGE)
-
-        weights = overlay(ggml, units.units[0], PAGE, stack)
-        rows = Rows(
-            hidden=tensor(F32, config.n_embd, m),
-            positions=buffer.place(ggml.new_tensor_1d(context.handle, I32, m), PAGE),
-            mask=tensor(F16, n_slots, m),
-            n=m,
-            m=m,
-            first_slot=0,
-            n_kv=n_slots,
-        )
-        kv = LayerKV(tensor(F16, config.n_embd_kv, n_slots), tensor(F16, n_slots, config.n_embd_kv))
-        layer = transformer.layer(context, 0, weights, None, kv, n_slots, rows)
-        band, n_logits = max(units.band_rows), shape.padded(shape.n_logits)
-        (matrix,) = overlay(ggml, units.units[units.projection[0]], PAGE, stack).values()
-        projection = transformer.project(
-            context2, tensor(F32, config.n_embd, n_logits), matrix, tensor(F32, band, n_logits)
-        )
-        yield layer, projection

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from types import TracebackType
-from typing import Self
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lever.errors import DoesNotFit
+from lever.owner import Owner
 
 PAGE = max(mmap.PAGESIZE, 4096)  # O_DIRECT wants addresses, offsets and lengths in multiples of this
 
@@ -18,7 +20,7 @@ def round_up(nbytes: int, to: int = PAGE) -> int:
     return -(-nbytes // to) * to
 
 
-class Pages:
+class Pages(Owner):
     """`nbytes` of zeroed private memory, resident from the start so that a plan cannot be wrong later.
 
     Address, as an integer, for ggml and O_DIRECT; `bytes` as a NumPy view for Python. The memory stays valid until
@@ -28,9 +30,15 @@ class Pages:
     def __init__(self, nbytes: int) -> None:
         assert nbytes > 0
         self.nbytes = round_up(nbytes)
-        memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise DoesNotFit(
+                f"the system refused {self.nbytes} bytes of memory ({error.strerror}): give less with --dram"
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE") and self.nbytes >= 2 << 20:
-            memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages for the kernel to pin in each direct read
+            with suppress(OSError):  # a hint that kernels without huge pages refuse
+                memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages for the kernel to pin in each direct read
         self.bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         self.address: int = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.bytes[::PAGE] = 0  # touches every page
@@ -40,11 +48,3 @@ class Pages:
         """Let go of the memory: it goes back to the system with the last NumPy view of it. Safe to call twice."""
         self.bytes = np.empty(0, np.uint8)
         self._map = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -26,6 +26,7 @@ class RunStats:
     read_bytes: int = 0
     read_s: float = 0.0
     direct_io: bool = True
+    buffered_reason: str | None = None  # why not, where reads go through the page cache
     stall_s: float = 0.0
     draft_s: float = 0.0
     draft_hidden_s: float = 0.0

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from lever.arch import ModelConfig
 from lever.ggml import Context, Library
+from lever.gguf import F32
 from lever.kv_cache import F16_BYTES, LayerKV
 
 F32_BYTES = 4
-F32, F16, I32 = 0, 1, 26  # ggml type ids
 NODES = 64  # more than any graph here has
 TENSORS = 2 * NODES  # nodes, and the views and inputs that are not nodes
 

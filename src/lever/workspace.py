@@ -10,9 +10,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from lever.arch import ModelConfig
 from lever.ggml import Buffer, Context, Library
+from lever.gguf import F16, F32, I32
 from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE
 from lever.pages import Pages, round_up
-from lever.transformer import F16, F32, F32_BYTES, I32
+from lever.transformer import F32_BYTES
 from lever.weights.embedding import EmbeddingRows
 
 GRAPH_ROWS = 32  # rows of one graph: enough for the kernels' full rate, few enough for a small compute buffer
@@ -51,9 +52,7 @@ class Block:
 class Workspace:
     """Each part as a ggml tensor and, under `..._array`, as a NumPy array of the same memory."""
 
-    def __init__(
-        self, ggml: Library, config: ModelConfig, embedding: EmbeddingRows, shape: ModelShape
-    ) -> None:
+    def __init__(self, ggml: Library, config: ModelConfig, embedding: EmbeddingRows, shape: ModelShape) -> None:
         self._ggml = ggml
         self._pages: list[Pages] = []
         self._buffers: list[Buffer] = []
@@ -71,7 +70,7 @@ class Workspace:
 
     @staticmethod
     def nbytes(config: ModelConfig, shape: ModelShape) -> int:
-        """Bytes that a workspace takes, before there is one."""
+        """Bytes that a workspace takes, before there is one. (Positions and ids are a page each.)"""
         n_rows, n_logits = shape.padded(shape.n_batch), shape.padded(shape.n_logits)
         floats = (n_rows + n_logits) * config.n_embd + n_logits * config.n_vocab
         return F32_BYTES * floats + F16_BYTES * GRAPH_ROWS * shape.n_slots
@@ -81,9 +80,12 @@ class Workspace:
         if block == self._shown:
             return
         slots = block.first_slot + np.minimum(np.arange(block.m), block.n - 1)
+        self._shown = None  # until all is in place: an interrupt must not leave a half of it behind
         self._positions_array[: block.m] = slots
         mask = self._mask_array.reshape(-1)[: block.m * block.n_kv].reshape(block.m, block.n_kv)
-        np.copyto(mask, np.where(np.arange(block.n_kv) <= slots[:, None], np.float16(0), np.float16(-np.inf)))
+        mask.fill(-np.inf)
+        for row, slot in enumerate(slots):
+            mask[row, : slot + 1] = 0
         self._shown = block
 
     def close(self) -> None:
@@ -110,8 +112,6 @@ class Workspace:
     def _embedding_table(self, embedding: EmbeddingRows) -> int:
         """The rows that `embedding` has loaded, as a matrix that GET_ROWS can take from."""
         kind = embedding.table.type
-        tensor: int = self._ggml.new_tensor_2d(
-            self._context.handle, kind, embedding.table.shape[0], embedding.n_rows
-        )
-        self._buffers.append(Buffer(self._ggml, embedding.address, embedding.nbytes))
+        tensor: int = self._ggml.new_tensor_2d(self._context.handle, kind, embedding.table.shape[0], embedding.n_rows)
+        self._buffers.append(Buffer(self._ggml, embedding.address, embedding.rows_nbytes))
         return self._buffers[-1].place(tensor, embedding.address)

@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "L2 llama, linear by its old key": {"metadata": {"llama.rope.scale_linear": 4.0}},
     "L2 llama, yarn": {"scaling": YARN},
     "L2 llama, yarn with an attention factor": {"scaling": YARN | {"attn_factor": 1.5}},
-    "L2 llama, yarn with other borders": {"scaling": YARN | {"yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0}},
+    "L2 llama, yarn with other borders": {"scaling": YARN | {"yarn_beta_fast": 4.0, "yarn_beta_slow": 2.0}},
     "L2 qwen2, yarn": {"arch": "qwen2", "scaling": YARN},
     "llama, another base": {"metadata": {"llama.rope.freq_base": 500000.0}},
     "llama, half of each head turns": {"metadata": {"llama.rope.dimension_count": 32}},

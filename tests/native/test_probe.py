@@ -136,7 +136,7 @@ def test_D14_a_product_that_is_wrong_for_long_rows_only_is_found() -> None:
 
 @pytest.mark.parametrize(
     ("widths", "multiple"),
-    [((1,), 2), ((1, 3, 5, 7), 2), ((13,), 2), ((2,), 4), ((1, 2, 3), 4), ((4,), None), ((8,), None), ((16,), None)],
+    [((1,), 4), ((1, 3, 5, 7), 4), ((13,), 4), ((2,), 4), ((1, 2, 3), 4), ((4,), None), ((8,), None), ((16,), None)],
     ids=str,
 )
 def test_I4_the_widths_that_differ_decide_the_multiple(widths: tuple[int, ...], multiple: int | None) -> None:

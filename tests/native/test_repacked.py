@@ -16,7 +16,7 @@ from lever.gguf import TYPES, read
 from lever.loader import LoadedModel, ModelSettings
 from lever.pages import PAGE
 from lever.weights.plan import model_units
-from lever.weights.tensors import takes_repacked
+from lever.weights.tensors import RepackedWeights, takes_repacked
 from tests import reference, tiny
 from tests.fakes import FakeDevice, descriptors_of, reader_threads
 from tests.models import TOKENS, logits_of, open_tiny, relative_error, same_bits, tiny_logits
@@ -105,11 +105,18 @@ def test_D8_a_budget_that_cannot_hold_it_is_refused_with_its_parts(path: Path) -
     assert not descriptors_of(path)
 
 
-def test_C10_an_error_while_loading_leaves_nothing_open(path: Path) -> None:
-    gguf = read(path)
+def test_C10_an_error_while_loading_leaves_nothing_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf, freed, close = read(path), [], RepackedWeights.close
+
+    def noted(self: RepackedWeights) -> None:
+        freed.append(len(self._buffers))
+        close(self)
+
+    monkeypatch.setattr(RepackedWeights, "close", noted)
     extent = model_units(gguf, ModelConfig.from_gguf(gguf)).units[1].extents[0]
     device = FakeDevice(broken=range(extent.offset, extent.offset + 1))
     with pytest.raises(StorageError, match=r"blk\.1: reading"), open_tiny(path, layout="repacked", device=device):
         pass
+    assert freed[0] > 0
     assert not reader_threads()
     assert not descriptors_of(path)

@@ -8,32 +8,20 @@ the difference must be as small as that rounding, and no larger.
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from lever import gguf
 from lever.arch import ModelConfig
 from lever.chat import ChatTemplate
-from lever.engine import Engine
-from lever.ggml import Library, lib
 from lever.gguf import GGUF
 from lever.loader import LoadedModel, ModelSettings
 from lever.models import resolve
-from lever.sample import Sampler, top_logprobs
-from lever.settings import SamplerSettings
-from lever.stats import RunStats
 from lever.tokenizer import Tokenizer
-from tests.completions import Completions, Drawn, ggml_library, ggml_version
-from tests.models import same_bits
+from tests.completions import Completions, Drawn
 from tests.real.conftest import package_directory
 
 pytestmark = pytest.mark.real

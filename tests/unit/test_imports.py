@@ -13,12 +13,13 @@ import lever
 ROOT = Path(lever.__file__).parent
 # Modules and packages by rank; a module imports only from lower ranks, or from its own package.
 RANKS = (
-    {"errors", "linux"},
+    {"errors", "linux", "owner"},
     {"pages", "settings", "memory", "machine", "stats", "threads", "gguf", "text"},
     {"ggml", "arch", "tokenizer", "sample"},
     {"chat", "weights", "kv_cache"},
     {"transformer"},
     {"workspace"},
+    {"sizing"},
     {"model"},
     {"loader"},
     {"engine"},

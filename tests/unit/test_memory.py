@@ -300,7 +300,7 @@ def test_D8_the_refusal_names_need_budget_parts_and_ways_to_fit() -> None:
         ledger.reserve("output", 605 * MIB)
     assert str(caught.value) == (
         "needs 812 MiB but the budget is 600 MiB: ring 90 MiB, KV cache 117 MiB, output 605 MiB; "
-        "give more with --dram, shorten the context with -c, or keep fewer layers with --pin"
+        "give more with --dram, shorten the context with -c, or read the prompt in smaller parts with -b"
     )
     assert caught.value.exit_code == 3
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from types import FrameType
 
 from lever.cli.console import Bar, bar, note, same_place, write, write_json
 from lever.cli.options import INTERRUPTED
@@ -45,7 +49,8 @@ def answer(question: Question, settings: ModelSettings, request: GenerationSetti
     if not question.text and not question.raw:
         raise UsageError("the prompt is empty: there is nothing to answer")
     with bar(quiet=output.quiet) as progress, _open(question.model, settings, progress, output) as llm:
-        prompt = _encode(llm, question)
+        prompt = _encode(llm, question)  # before anything large is read: it may be refused
+        _load(llm, progress)
         waiting = _Waiting(llm, len(prompt), progress, quiet=output.quiet)
         generation = llm.generate(prompt, request, waiting.read)
         interrupted = _show(generation, progress, to_stdout=not output.json)
@@ -58,16 +63,20 @@ def answer(question: Question, settings: ModelSettings, request: GenerationSetti
 
 
 def _open(reference: str, settings: ModelSettings, progress: Bar, output: Output) -> LLM:
-    """The model, fetched if need be, planned and loaded."""
+    """The model's header and tokenizer; the file is fetched if need be."""
     resolved = resolve(reference, offline=output.offline, progress=progress)
     if resolved.notice and progress.jobs and not output.quiet:  # it was brought here just now
         note(f"{reference}: {resolved.notice}")
     progress.start(None, f"opening {reference}")
+    return LLM(resolved.path, settings, name=reference)
+
+
+def _load(llm: LLM, progress: Bar) -> None:
+    """Plan, and bring what is pinned into memory."""
     loading = Progress(lambda total: progress.start(total or None, "loading the weights"), progress.advance)
-    llm = LLM(resolved.path, settings, name=reference, progress=loading)
-    parts = ", ".join(f"{part} {format_size(nbytes)}" for part, nbytes in llm.loaded.plan.parts.items() if nbytes)
-    log.info("%s of %s planned: %s", format_size(llm.loaded.plan.total), format_size(settings.dram), parts)
-    return llm
+    plan = llm.load(loading).plan
+    parts = ", ".join(f"{part} {format_size(nbytes)}" for part, nbytes in plan.parts.items() if nbytes)
+    log.info("%s of %s planned: %s", format_size(plan.total), format_size(plan.budget), parts)
 
 
 def _encode(llm: LLM, question: Question) -> list[int]:
@@ -113,9 +122,12 @@ class _Waiting:
 
 
 def _show(generation: Generation, progress: Bar, *, to_stdout: bool) -> bool:
-    """Stream the text to stdout; whether Ctrl-C ended it."""
-    pieces, interrupted = iter(generation), False
-    try:
+    """Stream the text to stdout; whether Ctrl-C ended it.
+
+    Ctrl-C ends the answer between two layers, where everything is whole; a second one ends the program at once.
+    """
+    pieces = iter(generation)
+    with _on_interrupt(generation.cancel):
         first = next(pieces, "")
         progress.finish()
         if not (to_stdout and same_place()):  # there, the text is sign of life enough
@@ -124,12 +136,26 @@ def _show(generation: Generation, progress: Bar, *, to_stdout: bool) -> bool:
             if to_stdout:
                 write(piece)
             progress.tell(_speed(generation.stats))
-    except KeyboardInterrupt:
-        interrupted = True
     progress.finish()
     if to_stdout:
         write("\n")
-    return interrupted
+    return generation.cancelled
+
+
+@contextmanager
+def _on_interrupt(act: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C does this once, and what it did before the next time."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, before)
+        act()
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _document(generation: Generation) -> dict[str, object]:
@@ -164,7 +190,7 @@ def _reads(stats: RunStats, bytes_per_pass: int) -> str:
     if not bytes_per_pass:
         return "nothing streamed"
     rate = f" at {_rate(stats.read_bytes_per_s)}" if stats.cycles else ""
-    how = "" if stats.direct_io else " (through the page cache: no O_DIRECT here)"
+    how = f" (through the page cache: {stats.buffered_reason})" if stats.buffered_reason else ""
     return f"{format_size(bytes_per_pass)} a pass from flash{rate}{how}"
 
 

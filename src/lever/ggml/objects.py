@@ -7,31 +7,15 @@ of its own (`lever.pages`), which a `Buffer` makes known to ggml without copying
 from __future__ import annotations
 
 import ctypes
-from types import TracebackType
-from typing import Self
 
 from lever.errors import LibraryError
 from lever.ggml.lib import InitParams, Library
+from lever.owner import Owner
 
 SUCCESS = 0  # GGML_STATUS_SUCCESS
 
 
-class _Owner:
-    """Closes on leaving a `with`; `close` may be called twice."""
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class Context(_Owner):
+class Context(Owner):
     """Room for the metadata of `n_tensors` tensors and, with `n_nodes`, of graphs of that many nodes."""
 
     def __init__(self, ggml: Library, n_tensors: int, n_nodes: int = 0) -> None:
@@ -39,9 +23,7 @@ class Context(_Owner):
         self._ggml = ggml
         self._n_nodes = n_nodes
         self.nbytes: int = n_tensors * ggml.tensor_overhead() + graph
-        self.handle: int = ggml.init(InitParams(self.nbytes, None, True))
-        if not self.handle:
-            raise LibraryError(f"ggml could not make a context of {self.nbytes} bytes")
+        self.handle: int = _made(ggml.init(InitParams(self.nbytes, None, True)), f"context of {self.nbytes} bytes")
 
     def new_graph(self) -> int:
         """An empty graph for `n_nodes` nodes."""
@@ -58,12 +40,12 @@ class Context(_Owner):
             self.handle = 0
 
 
-class Buffer(_Owner):
+class Buffer(Owner):
     """Memory of ours that ggml may place tensors in. The pages must outlive it."""
 
     def __init__(self, ggml: Library, address: int, nbytes: int) -> None:
         self._ggml = ggml
-        self.handle: int = ggml.backend_cpu_buffer_from_ptr(address, nbytes)
+        self.handle: int = _made(ggml.backend_cpu_buffer_from_ptr(address, nbytes), "buffer")
 
     def place(self, tensor: int, address: int) -> int:
         """Give a tensor its data address, inside this buffer; returns the tensor."""
@@ -77,12 +59,12 @@ class Buffer(_Owner):
             self.handle = 0
 
 
-class Backend(_Owner):
+class Backend(Owner):
     """ggml's CPU backend with a number of threads that may change between graphs (it never changes a bit)."""
 
     def __init__(self, ggml: Library, n_threads: int) -> None:
         self._ggml = ggml
-        self.handle: int = ggml.backend_cpu_init()
+        self.handle: int = _made(ggml.backend_cpu_init(), "CPU backend")
         self._n_threads = 0
         self.n_threads = n_threads
 
@@ -109,25 +91,23 @@ class Backend(_Owner):
             self.handle = 0
 
 
-class GraphAllocator(_Owner):
-    """Memory for the intermediate tensors of graphs, sized once by the largest graph."""
+class GraphAllocator(Owner):
+    """Memory for the intermediate tensors of graphs. It grows to the largest graph it has seen."""
 
     def __init__(self, ggml: Library) -> None:
         self._ggml = ggml
-        self.handle: int = ggml.gallocr_new(ggml.backend_cpu_buffer_type())
-        self._reserved = 0
+        self.handle: int = _made(ggml.gallocr_new(ggml.backend_cpu_buffer_type()), "graph allocator")
 
     def size_of(self, graph: int) -> int:
-        """Bytes that `reserve` would take for this graph; allocates nothing."""
+        """Bytes that this graph takes; allocates nothing."""
         size = ctypes.c_size_t(0)
         self._ggml.gallocr_reserve_n_size(self.handle, graph, None, None, ctypes.byref(size))
         return size.value
 
     def reserve(self, graph: int) -> None:
-        """Allocate for this graph; graphs that need more are refused afterwards."""
+        """Have memory for this graph at least."""
         if not self._ggml.gallocr_reserve(self.handle, graph):
             raise LibraryError("ggml could not allocate its compute buffer")
-        self._reserved = self.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -139,11 +119,15 @@ class GraphAllocator(_Owner):
         """Give every intermediate tensor of the graph its place."""
         if not self._ggml.gallocr_alloc_graph(self.handle, graph):
             raise LibraryError("ggml could not allocate a graph")
-        assert not self._reserved or self.nbytes == self._reserved, (
-            "a graph outgrew the planned compute buffer"
-        )
 
     def close(self) -> None:
         if self.handle:
             self._ggml.gallocr_free(self.handle)
             self.handle = 0
+
+
+def _made(handle: int | None, what: str) -> int:
+    """What ggml has made; LibraryError when it could not."""
+    if not handle:
+        raise LibraryError(f"ggml could not make a {what}")
+    return handle

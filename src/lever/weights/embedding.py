@@ -30,9 +30,14 @@ class EmbeddingRows:
         return self._rows.address
 
     @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self._rows.nbytes + self._scratch.nbytes
+    def rows_nbytes(self) -> int:
+        """Bytes from `address` on that belong to the rows."""
+        return self._rows.nbytes
+
+    @staticmethod
+    def nbytes(table: TensorInfo, n_rows: int) -> int:
+        """Bytes that it takes, before there is one."""
+        return round_up(n_rows * row_nbytes(table)) + round_up(row_nbytes(table) + 2 * PAGE)
 
     def load(self, tokens: Sequence[int]) -> NDArray[np.int32]:
         """Read the rows of `tokens`, each distinct one once; returns which loaded row each token has."""

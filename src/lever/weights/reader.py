@@ -7,10 +7,9 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from lever.errors import StorageError
+from lever.owner import Owner
 from lever.pages import PAGE, Pages
 
 # Bytes of one read. 4 MiB reach the full rate of an idle machine; when its cores are busy, each read that has ended
@@ -22,11 +21,11 @@ ReadInto = Callable[[int, memoryview, int], int]
 
 
 def read_into(fd: int, view: memoryview, offset: int) -> int:
-    """One read(2) at `offset`; how many bytes came, 0 at the end of the file."""
+    """One preadv(2) at `offset`; how many bytes came, 0 at the end of the file."""
     return os.preadv(fd, [view], offset)
 
 
-class DirectFile:
+class DirectFile(Owner):
     """One open file for aligned reads with O_DIRECT, or buffered where the file system refuses it.
 
     `direct` says which, `reason` why not; both reach the user through the figures of a run. A buffered file drops what
@@ -88,14 +87,6 @@ class DirectFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _resume_at(done: int, count: int, end: int) -> int:

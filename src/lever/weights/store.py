@@ -1,7 +1,8 @@
 """Units from flash to memory, always one step ahead. Reads in a circle; knows nothing of what a unit is for.
 
 One reader thread fills the slots of a ring with the units that are not pinned, in their order, round and round, and
-waits only while every slot is full. So storage stays busy while the caller computes, samples, or waits for a person.
+waits only while every slot is full, or after a read that failed. So storage stays busy while the caller computes,
+samples, or waits for a person.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
 
 from lever.errors import LeverError, StorageError
+from lever.owner import Owner
 from lever.pages import Pages
 from lever.weights.reader import BLOCK, DirectFile
 from lever.weights.units import Unit
@@ -50,7 +50,7 @@ class _Ring:
     closed: bool = False
 
 
-class Store:
+class Store(Owner):
     """The units of a model: some pinned in memory, the others streamed through `n_slots` slots.
 
     `hold(i)` gives the address of unit i, waiting for its bytes; `release` of that address gives the slot back to the
@@ -102,7 +102,12 @@ class Store:
     @property
     def direct_io(self) -> bool:
         """Whether every file is read past the page cache."""
-        return all(file.direct for file in self._files)
+        return self.buffered_reason is None
+
+    @property
+    def buffered_reason(self) -> str | None:
+        """Why reads go through the page cache; None when they go past it."""
+        return next((file.reason for file in self._files if file.reason), None)
 
     def stream(self, indices: Iterable[int]) -> Iterator[tuple[int, int]]:
         """Each unit in turn with its address, valid until the next step of the iteration."""
@@ -118,10 +123,9 @@ class Store:
         if index in self._pinned:
             return self._pinned[index].address
         started = time.perf_counter()
-        slot = self._take(index)
+        address = self._take(index)
         self.stats.stall_s += time.perf_counter() - started
-        self._held[slot.pages.address] = slot
-        return slot.pages.address
+        return address
 
     def release(self, address: int) -> None:
         """The unit that was held at this address is not needed any more in this pass."""
@@ -147,14 +151,6 @@ class Store:
         for file in self._files:
             file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _pin(self, pinned: Collection[int], on_pinned: Callable[[int], None]) -> None:
         for index in sorted(pinned):
             pages = self._pinned[index] = Pages(self.units[index].nbytes)
@@ -172,7 +168,7 @@ class Store:
 
     # The caller's side
 
-    def _take(self, index: int) -> _Slot:
+    def _take(self, index: int) -> int:
         ring = self._ring
         with ring.changed:
             if not self._is_coming(index):
@@ -182,7 +178,10 @@ class Store:
                 ring.changed.wait()
             if not ring.filled:
                 raise self._failure_at(index)
-            return ring.filled.popleft()
+            slot = ring.filled[0]
+            self._held[slot.pages.address] = slot
+            ring.filled.popleft()
+            return slot.pages.address
 
     def _is_coming(self, index: int) -> bool:
         """Whether the next slot to be handed out will hold this unit. What failed before it was asked for may not."""
@@ -200,8 +199,8 @@ class Store:
 
     def _restart_at(self, index: int) -> None:
         ring = self._ring
-        ring.free.extend(ring.filled)
-        ring.filled.clear()
+        while ring.filled:
+            ring.free.append(ring.filled.popleft())
         ring.next_unit = self._place_in_circle[index]
         ring.epoch += 1
         ring.failure = None

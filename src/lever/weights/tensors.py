@@ -11,6 +11,7 @@ from typing import Protocol
 
 from lever.errors import LibraryError
 from lever.ggml import Buffer, Context, Library
+from lever.gguf import F32
 from lever.pages import Pages
 from lever.weights.store import Store
 from lever.weights.units import Place, Unit
@@ -132,7 +133,7 @@ def takes_repacked(ggml: Library, place: Place) -> bool:
         if not buffer:
             return False
         try:
-            rows = ggml.new_tensor_2d(context.handle, 0, place.tensor.shape[0], 4)
+            rows = ggml.new_tensor_2d(context.handle, F32, place.tensor.shape[0], 4)
             product = ggml.mul_mat(context.handle, weight, rows)
             return bool(ggml.backend_dev_supports_op(ggml.cpu_device, product))
         finally:

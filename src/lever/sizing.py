@@ -1,0 +1,59 @@
+"""How much memory computing takes beside weights, cache and workspace: asked of ggml before there is any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from lever.arch import ModelConfig
+from lever.ggml import Buffer, Context, GraphAllocator, Library
+from lever.gguf import F16, F32, I32
+from lever.kv_cache import SLOT_MULTIPLE, LayerKV
+from lever.pages import PAGE
+from lever.transformer import F32_BYTES, NODES, TENSORS, Rows, Transformer
+from lever.weights.plan import ModelUnits
+from lever.weights.tensors import overlay
+from lever.workspace import GRAPH_ROWS, ModelShape
+
+
+def compute_nbytes(ggml: Library, config: ModelConfig, units: ModelUnits, shape: ModelShape, n_threads: int) -> int:
+    """Bytes of intermediate tensors, and of ggml's own work buffer."""
+    with GraphAllocator(ggml) as allocator:
+        intermediate = max(allocator.size_of(graph) for graph in wide_graphs(ggml, config, units, shape))
+    # The work buffer serves one operation at a time: rows of a product, converted to the type that the weights are
+    # dotted with, or a row of scores for each thread of SOFT_MAX.
+    rows = shape.padded(min(GRAPH_ROWS, shape.n_batch))
+    converted = rows * max(config.n_ff, config.n_embd, config.n_heads * config.head_dim)
+    return intermediate + F32_BYTES * max(converted, shape.n_slots * n_threads)
+
+
+def wide_graphs(ggml: Library, config: ModelConfig, units: ModelUnits, shape: ModelShape) -> Iterator[int]:
+    """Every graph of as many rows as there can be: a layer for each length of context, and a projection.
+
+    A longer context does not always take more memory, so all are tried. They lie over addresses that are never read;
+    each is valid until the next.
+    """
+    m = shape.padded(min(GRAPH_ROWS, shape.n_batch))
+    n_slots, transformer = shape.n_slots, Transformer(ggml, config)
+    with ExitStack() as stack:
+        buffer = stack.enter_context(Buffer(ggml, PAGE, 1 << 46))
+        inputs = stack.enter_context(Context(ggml, 8))
+        context = stack.enter_context(Context(ggml, TENSORS, NODES))
+        weights = overlay(ggml, units.units[0], PAGE, stack)
+        (matrix,) = overlay(ggml, units.units[units.projection[0]], PAGE, stack).values()
+
+        def tensor(kind: int, length: int, rows: int, owner: Context = inputs) -> int:
+            return buffer.place(ggml.new_tensor_2d(owner.handle, kind, length, rows), PAGE)
+
+        hidden = tensor(F32, config.n_embd, m)
+        positions = buffer.place(ggml.new_tensor_1d(inputs.handle, I32, m), PAGE)
+        kv = LayerKV(tensor(F16, config.n_embd_kv, n_slots), tensor(F16, n_slots, config.n_embd_kv))
+        for n_kv in range(SLOT_MULTIPLE, n_slots + 1, SLOT_MULTIPLE):
+            context.reset()
+            mask = tensor(F16, n_kv, m, context)
+            rows = Rows(hidden, positions, mask, n=m, m=m, first_slot=0, n_kv=n_kv)
+            yield transformer.layer(context, 0, weights, None, kv, n_slots, rows)
+        context.reset()
+        band, n_logits = max(units.band_rows), shape.padded(shape.n_logits)
+        chosen, logits = tensor(F32, config.n_embd, n_logits), tensor(F32, band, n_logits)
+        yield transformer.project(context, chosen, matrix, logits)
