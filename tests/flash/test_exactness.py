@@ -15,7 +15,7 @@ import pytest
 
 from lever.arch import MATRIX_TYPES
 from lever.engine import Engine
-from lever.errors import StorageError
+from lever.errors import LeverError, StorageError
 from lever.gguf import TYPES, read
 from lever.stats import RunStats
 from tests import tiny
@@ -192,27 +192,54 @@ def test_I20_a_pass_that_failed_leaves_the_cache_as_it_was(llama: Path, part: st
     assert same_bits(np.concatenate([head, tail]), fresh)
 
 
-def test_I20_a_pass_ended_by_the_caller_leaves_the_cache_as_it_was(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_I20_a_pass_ended_by_the_caller_leaves_the_cache_as_it_was(llama: Path) -> None:
     fresh = tiny_logits(llama)
     with open_tiny(llama) as loaded:
         head = logits_of(loaded, TOKENS[:100])
-        with monkeypatch.context() as patch:
-            patch.setattr(loaded.model, "_layer", raise_at_layer(2, loaded.model._layer))
-            with pytest.raises(KeyboardInterrupt):
-                loaded.model.forward(TOKENS[200:])
+        with pytest.raises(KeyboardInterrupt):
+            loaded.model.forward(TOKENS[200:], interrupt)
         assert loaded.model.kv.length == 100
         assert same_bits(np.concatenate([head, logits_of(loaded, TOKENS[100:])]), fresh)
 
 
-def raise_at_layer(wanted: int, real: Any) -> Any:
-    def layer(number: int, *rest: Any) -> None:
-        if number == wanted:
-            raise KeyboardInterrupt
-        real(number, *rest)
+def test_K14_a_prompt_that_overflows_leaves_no_trace(tmp_path: Path) -> None:
+    """Token 7 alone has values beyond the largest number of F16, in the first layer; its logits are not finite."""
+    fields = tiny.tiny_fields(n_ff=256, type="F32")
+    embedding = np.frombuffer(fields.tensor("token_embd.weight").data, np.float32).reshape(-1, 256).copy()
+    embedding[:, 0] = 0
+    embedding[7] = np.eye(256, dtype=np.float32)[0]
+    fields.tensor("token_embd.weight").data = embedding.tobytes()
+    values = np.frombuffer(fields.tensor("blk.0.attn_v.weight").data, np.float32).reshape(-1, 256).copy()
+    values[:, 0] = 1e5
+    fields.tensor("blk.0.attn_v.weight").data = values.tobytes()
+    path = fields.write(tmp_path / "tiny.gguf")
+    tokens = [token for token in TOKENS if token != 7][:40]
+    device = FakeDevice()
+    with open_tiny(path, device=device) as loaded:
+        fresh = logits_of(loaded, tokens)
+        loaded.model.kv.truncate(10)
+        assert not np.isfinite(logits_of(loaded, [7] * 60)).any()
+        loaded.model.kv.truncate(10)
+        assert same_bits(logits_of(loaded, tokens[10:]), fresh[10:])
+        loaded.model.kv.truncate(10)
+        with pytest.raises(KeyboardInterrupt):
+            loaded.model.forward([7] * 60, interrupt)  # in mid-pass, when the first layer's values are written
+        loaded.model.kv.truncate(10)
+        assert same_bits(logits_of(loaded, tokens[10:]), fresh[10:])
 
-    return layer
+
+def interrupt(_layer: int) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_closed_model_says_so(llama: Path) -> None:
+    with open_tiny(llama) as loaded:
+        model = loaded.model
+        model.forward(TOKENS[:3])
+    with pytest.raises(LeverError, match="the model is closed"):
+        model.forward(TOKENS[:3])
+    with pytest.raises(LeverError, match="the model is closed"):
+        model.project([0])
 
 
 # --- through the engine -------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from lever.pages import PAGE
 from lever.weights.plan import PINNED, PROJECTION, RING, SMALL, ModelUnits, evenly_spread, make_plan
 from lever.weights.units import Unit
 from tests import tiny
+from tests.fakes import wait_until
 from tests.models import open_tiny
 
 MIB = 1 << 20
@@ -168,6 +169,22 @@ def test_D8_a_model_is_refused_before_a_byte_of_it_is_allocated(tmp_path: Path) 
     gguf = read(tiny.tiny_model(tmp_path / "tiny.gguf"))
     with pytest.raises(DoesNotFit, match=r"Python .* KV cache .* rows and buffers .* ring"):
         LoadedModel(gguf, ModelConfig.from_gguf(gguf), ModelSettings(dram=10 * MIB))
+
+
+@pytest.mark.parametrize(("n_ctx", "n_batch"), [(256, 1), (300, 7), (512, 512), (2048, 64)])
+def test_D5_what_a_model_allocates_is_what_was_planned(tmp_path: Path, n_ctx: int, n_batch: int) -> None:
+    path = tiny.tiny_model(tmp_path / "tiny.gguf", context_length=2048)
+    with open_tiny(path, n_ctx=n_ctx, n_batch=n_batch) as loaded:
+        model, parts = loaded.model, loaded.plan.parts
+        assert parts["KV cache"] == model.kv.nbytes
+        rows = sum(pages.nbytes for pages in model._workspace._pages)
+        embedding = model._embedding._rows.nbytes + model._embedding._scratch.nbytes
+        buffers = rows + embedding + model._allocator.nbytes
+        ring = loaded.store._ring
+        wait_until(lambda: len(ring.filled) == 3)
+        assert parts["ring"] == sum(slot.pages.nbytes for slot in ring.filled)
+    # Beside these, ggml's work buffer, which it allocates itself: at most rows of n_ff floats for these shapes.
+    assert buffers - 8 * PAGE <= parts["rows and buffers"] <= buffers + 32 * 512 * 4
 
 
 def test_the_ledger_holds_what_was_planned_until_the_model_is_closed(tmp_path: Path) -> None:

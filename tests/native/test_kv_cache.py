@@ -78,6 +78,23 @@ def test_truncating_keeps_the_first_rows_and_nothing_else_is_possible(cache: KVC
     assert cache.length == 0
 
 
+def test_what_is_cut_off_becomes_zeros_in_every_layer_and_what_is_kept_stays(cache: KVCache) -> None:
+    """Not finite values of a failed or truncated prompt would poison the sums of later ones."""
+    ggml = load()
+    cache.require(50)
+    for layer in cache.layers:
+        for tensor in (layer.keys, layer.values):
+            ctypes.memset(ggml.get_data(tensor), 0x7C, ggml.nbytes(tensor))
+    cache.length = 30
+    cache.truncate(20)
+    for layer in cache.layers:
+        keys = np.frombuffer(ctypes.string_at(ggml.get_data(layer.keys), ggml.nbytes(layer.keys)), np.uint16)
+        values = np.frombuffer(ctypes.string_at(ggml.get_data(layer.values), ggml.nbytes(layer.values)), np.uint16)
+        for by_slot in (keys.reshape(cache.n_slots, -1), values.reshape(-1, cache.n_slots).T):
+            assert (by_slot[:20] == 0x7C7C).all()
+            assert not by_slot[20:50].any()
+
+
 def test_closing_twice_is_safe(config: ModelConfig) -> None:
     cache = KVCache(load(), config, 256)
     cache.close()

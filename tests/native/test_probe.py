@@ -13,8 +13,8 @@ from lever.arch import MATRIX_TYPES
 from lever.errors import LibraryError
 from lever.ggml import Library, load
 from lever.ggml.lib import find_directory
-from lever.ggml.probe import F32, LENGTHS, N_WEIGHTS, ROW_MULTIPLES, WIDTH, probe, row_multiple
-from lever.gguf import TYPES
+from lever.ggml.probe import LENGTHS, N_WEIGHTS, ROW_MULTIPLES, WIDTH, probe, row_multiple
+from lever.gguf import F32, TYPES
 
 Q4_0 = 2
 Product = NDArray[np.float32]  # [width, N_WEIGHTS]

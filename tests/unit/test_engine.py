@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lever.engine import Engine, Step
-from lever.errors import ContextOverflow, StorageError, UsageError
+from lever.errors import Cancelled, ContextOverflow, LeverError, StorageError, UsageError
 from lever.stats import RunStats
 from tests.fakes import LAYER_S, N_VOCAB, ScriptedModel
 
@@ -220,6 +220,36 @@ def test_I20_a_pass_that_failed_in_mid_answer_loses_no_row() -> None:
     run.answer([*PROMPT, 15], max_new_tokens=1)
     assert run.stats.cached_tokens == 6
     assert run.model.passes == [[15]]
+
+
+@pytest.mark.parametrize(("n_layers", "n_rows"), [(1, 0), (3, 0), (4, 4), (6, 4), (8, 6), (11, 7)])
+def test_K2_an_answer_given_up_ends_with_the_layer_and_the_next_one_is_right(n_layers: int, n_rows: int) -> None:
+    """Three layers a pass; two passes for the prompt, then one for each token."""
+    run = Run()
+    steps = run.engine.steps(
+        PROMPT,
+        run.draw,
+        max_new_tokens=9,
+        end_tokens=frozenset(),
+        stats=RunStats(),
+        cancelled=lambda: run.model.stats.layers_s >= n_layers * LAYER_S,
+    )
+    with pytest.raises(Cancelled) as caught:
+        list(steps)
+    assert caught.value.exit_code == 130
+    assert run.model.stats.layers_s == n_layers * LAYER_S
+    assert run.model.rows == [*PROMPT, 15][:n_rows]
+    assert tokens_of(run.answer(PROMPT, 3)) == [15, 16, 17]
+
+
+def test_an_answer_that_another_one_replaced_cannot_go_on() -> None:
+    run = Run()
+    steps = run.engine.steps(PROMPT, run.draw, max_new_tokens=9, end_tokens=frozenset(), stats=RunStats())
+    next(steps)
+    assert tokens_of(run.answer([9, 9], 2)) == [11, 12]
+    with pytest.raises(LeverError, match="one at a time"):
+        next(steps)
+    assert tokens_of(run.answer(PROMPT, 2)) == [15, 16]
 
 
 def test_threads_of_a_pass_are_never_more_than_allowed() -> None:

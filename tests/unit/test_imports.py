@@ -27,6 +27,7 @@ RANKS = (
     {"models"},
     {"doctor"},
     {"cli"},
+    {"__main__"},
 )
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lever.errors import DoesNotFit
 from lever.memory import rss_bytes
 from lever.pages import PAGE, Pages, round_up
 
@@ -56,6 +57,12 @@ def test_a_view_keeps_the_memory_after_closing() -> None:
     pages.close()
     assert view.tolist() == list(range(8))
     assert len(pages.bytes) == 0
+
+
+def test_D8_memory_that_the_system_refuses_is_an_error_of_one_line() -> None:
+    with pytest.raises(DoesNotFit, match=r"the system refused \d+ bytes .*--dram") as caught:
+        Pages(1 << 60)
+    assert caught.value.exit_code == 3
 
 
 def test_no_memory_at_all_is_a_mistake_of_the_caller() -> None:

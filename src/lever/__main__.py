@@ -1,0 +1,5 @@
+"""`python -m lever` is `lever`."""
+
+from lever.cli import main
+
+main()
