@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,10 +87,12 @@ class Model:
         blocks = tuple(self._blocks(len(tokens)))
         for block in blocks:
             self._embed(tokens[block.start : block.start + block.n], block)
-        for layer, weights in enumerate(self._weights.stream(self._units.layers)):
-            for block in blocks:
-                self._layer(layer, weights, block)
-            after_layer(layer)
+        # Closed at once when a layer fails, so that its slot is free before anybody looks at the error.
+        with closing(self._weights.stream(self._units.layers)) as layers:
+            for layer, weights in enumerate(layers):
+                for block in blocks:
+                    self._layer(layer, weights, block)
+                after_layer(layer)
         self.kv.length += len(tokens)
 
     def project(self, rows: Sequence[int]) -> NDArray[np.float32]:
@@ -105,16 +108,20 @@ class Model:
         self.stats.projection_s += self._run(
             self._transformer.final_norm(self._context, chosen, self._small["output_norm.weight"])
         )
-        first = 0
-        for weights, band in zip(self._weights.stream(self._units.projection), self._units.band_rows, strict=True):
+        with closing(self._weights.stream(self._units.projection)) as bands:
+            self._project(bands, m)
+        logits: NDArray[np.float32] = space.logits_array[: len(rows)]
+        return logits
+
+    def _project(self, bands: Iterable[Tensors], m: int) -> None:
+        """The chosen rows, normed, times each band of the projection, into the logits."""
+        space, row, first = self._workspace, F32_BYTES * self.config.n_vocab, 0
+        for weights, band in zip(bands, self._units.band_rows, strict=True):
             (matrix,) = weights.values()
             chosen = self._begin(space.chosen, m)
-            row = F32_BYTES * self.config.n_vocab
             part = self._ggml.view_2d(self._context.handle, space.logits, band, m, row, F32_BYTES * first)
             self.stats.projection_s += self._run(self._transformer.project(self._context, chosen, matrix, part))
             first += band
-        logits: NDArray[np.float32] = space.logits_array[: len(rows)]
-        return logits
 
     def close(self) -> None:
         """Free cache, workspace and graphs; weights and embedding are their owner's."""

@@ -5,7 +5,7 @@ Both kinds answer `stream(indices)` with the tensors of each unit in turn, by na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -22,7 +22,7 @@ Tensors = Mapping[str, int]  # name in the GGUF -> ggml tensor
 class Weights(Protocol):
     """Where a model's weights come from."""
 
-    def stream(self, indices: Iterable[int]) -> Iterator[Tensors]:
+    def stream(self, indices: Iterable[int]) -> Generator[Tensors, None, None]:
         """The tensors of each unit in turn, valid until the next step of the iteration."""
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class StreamedWeights:
         self._known: dict[tuple[int, int], Tensors] = {}
         self._metadata = ExitStack()
 
-    def stream(self, indices: Iterable[int]) -> Iterator[Tensors]:
+    def stream(self, indices: Iterable[int]) -> Generator[Tensors, None, None]:
         """The tensors of each unit in turn, valid until the next step of the iteration."""
         for index, address in self.store.stream(indices):
             known = self._known.get((index, address))
@@ -79,7 +79,7 @@ class RepackedWeights:
             self.close()
             raise
 
-    def stream(self, indices: Iterable[int]) -> Iterator[Tensors]:
+    def stream(self, indices: Iterable[int]) -> Generator[Tensors, None, None]:
         """The tensors of each unit in turn."""
         for index in indices:
             yield self._units[index]
