@@ -183,7 +183,7 @@ class _Figures:
             time.perf_counter(),
             model.layers_s,
             model.projection_s,
-            store.stall_s,
+            store.stall_s + model.embedding_s,
             store.read_s,
             store.read_bytes,
         )

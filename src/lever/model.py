@@ -29,6 +29,7 @@ class ModelStats:
 
     layers_s: float = 0.0  # inside ggml, embedding and layers
     projection_s: float = 0.0  # inside ggml, final norm and output projection
+    embedding_s: float = 0.0  # waiting for rows of the embedding table
 
 
 class Model:
@@ -144,7 +145,9 @@ class Model:
 
     def _embed(self, tokens: Sequence[int], block: Block) -> None:
         space = self._workspace
+        started = time.perf_counter()
         where = self._embedding.load(tokens)
+        self.stats.embedding_s += time.perf_counter() - started
         space.ids_array[: block.m] = np.pad(where, (0, block.m - block.n), "edge")
         hidden = self._begin(space.hidden, block.m, block.start)
         ids = self._ggml.view_1d(self._context.handle, space.ids, block.m, 0)
