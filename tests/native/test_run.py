@@ -349,7 +349,7 @@ def test_D8_a_budget_that_is_too_small_names_the_parts_and_ways_to_fit(lever: Le
     assert (done.returncode, done.stdout) == (3, b"")
     line = one_line(done.stderr)
     assert re.search(r"needs \d+ MiB but the budget is 10 MiB: Python .*KV cache .*ring", line)
-    assert all(way in line for way in ("--dram", "-c", "--pin"))
+    assert all(way in line for way in ("--dram", "-c", "-b"))
 
 
 def test_D7_a_huge_context_in_the_file_is_not_taken_unasked(lever: Lever, tmp_path: Path) -> None:
