@@ -36,7 +36,7 @@ from tests.models import Logits, same_bits
 from tests.real.conftest import package_directory
 from tests.tiny import Fields, Tensor, dequantise
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 N_TOKENS = 64
 QUESTIONS = {
