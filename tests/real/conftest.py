@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
 
 from lever.models import resolve
+
+# Read when llama.cpp is loaded: its threads then sleep while they wait for each other. Spinning, as they would, they
+# take 30 times as long on a machine where something else runs.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def package_directory(name: str) -> Path:
