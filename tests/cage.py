@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -47,20 +47,13 @@ _V1 = _Version(
 _V2 = _Version("memory.max", "memory.swap.max", False, "memory.peak", "memory.events")
 
 
-def run_caged(
-    command: Sequence[str | Path],
-    limit_bytes: int,
-    *,
-    env: Mapping[str, str] | None = None,
-    timeout_s: float = 240.0,
-) -> Caged:
+def run_caged(command: Sequence[str | Path], limit_bytes: int, *, timeout_s: float = 240.0) -> Caged:
     """Run a command that may hold `limit_bytes`, its stdout and stderr as text. NoCage where that cannot be done."""
     with _group(limit_bytes) as (group, version):
         # The shell enters the group and becomes the command, so that every page of it is charged there.
         enter = 'echo $$ > "$0" && exec "$@"'
         process = subprocess.run(
             ["/bin/sh", "-c", enter, group / "cgroup.procs", *command],
-            env=None if env is None else dict(env),
             capture_output=True,
             text=True,
             timeout=timeout_s,
