@@ -24,7 +24,8 @@ from lever.memory import parse_size
 from lever.models import resolve
 from lever.pages import Pages
 from lever.stats import RunStats
-from lever.weights.reader import BLOCK, DirectFile
+from lever.weights.reader import DirectFile
+from lever.weights.store import BLOCK
 
 PROMPT = "Explain how a steam engine works."
 

@@ -88,7 +88,7 @@ def wait_until(happened: Callable[[], bool], seconds: float = 10.0) -> None:
 
 def reader_threads() -> list[threading.Thread]:
     """The store's threads that are alive."""
-    return [thread for thread in threading.enumerate() if thread.name == "lever-reader"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("lever-reader")]
 
 
 def descriptors_of(path: Path) -> list[int]:

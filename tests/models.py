@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,7 +16,7 @@ from lever.arch import ModelConfig
 from lever.gguf import read
 from lever.loader import LoadedModel, ModelSettings
 from lever.weights.plan import ModelUnits, Plan, make_plan
-from lever.weights.reader import DirectFile, ReadInto, read_into
+from lever.weights.reader import ReadInto, read_into
 from tests import tiny
 
 N_TOKENS = 290  # beyond 256, where attention goes over more slots
@@ -44,8 +43,7 @@ def open_tiny(
     defaults = {"dram": 1 << 40, "n_ctx": 512, "n_logits": 32, "pin_percent": pin_percent}
     chosen = ModelSettings(**defaults | settings)
     with ExitStack() as stack:
-        file = functools.partial(DirectFile, read=device)
-        stack.enter_context(mock.patch("lever.loader.DirectFile", file))
+        stack.enter_context(mock.patch("lever.weights.reader.read_into", device))
         if stream_projection:
             stack.enter_context(mock.patch("lever.loader.make_plan", plan_without_projection))
         loaded = LoadedModel(gguf, ModelConfig.from_gguf(gguf), chosen)
@@ -56,7 +54,7 @@ def open_tiny(
 def plan_without_projection(units: ModelUnits, *rest: Any, n_slots: int, **options: Any) -> Plan:
     """What a budget gives that has room for the layers asked for and not for the projection."""
     plan = make_plan(units, *rest, n_slots=n_slots, **options)
-    return replace(plan, pinned=plan.pinned.difference(units.projection), n_slots=n_slots)
+    return replace(plan, pinned=plan.pinned.difference(plan.units.projection), n_slots=n_slots)
 
 
 def logits_of(loaded: LoadedModel, tokens: Sequence[int]) -> Logits:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from lever.errors import GGUFError, UnsupportedModel
-from lever.gguf import F32, GGUF, TYPES, TensorInfo
+from lever.gguf import F32, GGUF, IMAGE_CHECKSUMS, TYPES, TensorInfo
 
 # Types with a `vec_dot` in type_traits_cpu of ggml 0.20.2 (ggml-cpu.c): those that mul_mat takes as weights.
 MATRIX_TYPES = frozenset(TYPES) - {
@@ -349,7 +349,7 @@ def _check_tensors(gguf: GGUF, config: ModelConfig) -> None:
             )
         _check_type(gguf, tensor)
     # A tensor left out of the graph would change the text without a word.
-    unused = next((name for name in gguf.tensors if name not in names), None)
+    unused = next((name for name in gguf.tensors if name not in names and name != IMAGE_CHECKSUMS), None)
     if unused:
         raise _unsupported(gguf, f"tensor {unused} in architecture {config.architecture}")
 

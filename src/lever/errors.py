@@ -5,6 +5,7 @@
     ├── DoesNotFit              3   the memory budget cannot hold what was asked
     ├── ModelError              4   a model file that cannot be used
     │   ├── GGUFError               damaged, cut, or not a GGUF at all
+    │   ├── DamagedImage            a flash image whose bytes are not those that were packed
     │   ├── UnsupportedModel        sound, but lever does not run its kind
     │   ├── TokenizerError          its vocabulary is not usable
     │   └── TemplateError           its chat template is not usable
@@ -49,6 +50,10 @@ class ModelError(LeverError):
 
 class GGUFError(ModelError):
     """The file is damaged, cut short, or not a GGUF."""
+
+
+class DamagedImage(ModelError):
+    """A block of a flash image does not have its checksum."""
 
 
 class UnsupportedModel(ModelError):

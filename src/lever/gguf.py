@@ -11,7 +11,7 @@ import re
 import stat
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
@@ -104,6 +104,10 @@ class TensorInfo:
     nbytes: int
 
 
+# Before the architecture of a flash image (`lever.weights.image`), whose bytes other readers must not take for weights.
+IMAGE_PREFIX = "lever."
+IMAGE_CHECKSUMS = "lever.checksums"  # the one tensor of an image that its source does not have
+
 T = TypeVar("T")
 
 
@@ -118,10 +122,12 @@ class GGUF:
     alignment: int
     metadata: Mapping[str, object]
     tensors: Mapping[str, TensorInfo]
+    places: Mapping[str, range] = field(default_factory=dict)  # of type and value of each key, bytes of the first file
 
     @property
     def architecture(self) -> str:
-        return self.text("general.architecture")
+        """Of the model; a flash image has that of its source."""
+        return self.text("general.architecture").removeprefix(IMAGE_PREFIX)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """The integer at `key`; GGUFError if it is of another type, or missing with no default."""
@@ -210,6 +216,18 @@ def read(path: Path | str) -> GGUF:
         raise StorageError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
 
 
+def part_paths(path: Path) -> tuple[Path, ...]:
+    """All files of a model, by the name of any of them; opens none."""
+    match = SPLIT_NAME.fullmatch(path.name)
+    if match is None:
+        return (path,)
+    return tuple(_part_names(path, match["stem"], int(match["count"])))
+
+
+def _part_names(path: Path, stem: str, count: int) -> list[Path]:
+    return [path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+
+
 def _read_all(path: Path) -> list[_File]:
     given = _read_file(path)
     if given.split_count <= 1:
@@ -230,8 +248,7 @@ def _part_paths(path: Path, count: int) -> list[Path]:
             f"{path}: is one of {count} parts of a split model, but its name does not say so; "
             f"keep all parts in one directory under their names, {wanted} and so on"
         )
-    names = (f"{match['stem']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1))
-    paths = [path.with_name(name) for name in names]
+    paths = _part_names(path, match["stem"], count)
     missing = [part.name for part in paths if not part.exists()]
     if missing:
         shown = ", ".join(missing[:MAX_NAMES_SHOWN])
@@ -294,6 +311,7 @@ def _gguf(path: Path, parts: list[_File]) -> GGUF:
         alignment=first.alignment,
         metadata=MappingProxyType(first.metadata),
         tensors=MappingProxyType(tensors),
+        places=MappingProxyType(first.places),
     )
 
 
@@ -307,6 +325,7 @@ class _File:
     version: int
     alignment: int
     metadata: dict[str, object]
+    places: dict[str, range]
     tensors: list[TensorInfo]
     data_end: int  # where the last tensor, or the header if there is none, ends
 
@@ -335,14 +354,14 @@ def _parse(path: Path, file: Readable, size: int) -> _File:
     version = _check_magic_and_version(header)
     n_tensors = header.count("number of tensors", MIN_TENSOR_BYTES, MAX_TENSORS)
     n_keys = header.count("number of metadata keys", MIN_KEY_VALUE_BYTES, MAX_KEYS)
-    metadata = _read_metadata(header, n_keys)
+    metadata, places = _read_metadata(header, n_keys)
     alignment = _check_alignment(header, metadata)
     tensors = [_read_tensor(header) for _ in range(n_tensors)]
     start = _align(header.offset, alignment)
     tensors = [replace(tensor, offset=start + tensor.offset) for tensor in tensors]
     _check_places(header, tensors, start, alignment)
     end = max((tensor.offset + tensor.nbytes for tensor in tensors), default=header.offset)
-    return _File(path, size, version, alignment, metadata, tensors, end)
+    return _File(path, size, version, alignment, metadata, places, tensors, end)
 
 
 def _check_magic_and_version(header: _Header) -> int:
@@ -360,14 +379,18 @@ def _check_magic_and_version(header: _Header) -> int:
     )
 
 
-def _read_metadata(header: _Header, n_keys: int) -> dict[str, object]:
+def _read_metadata(header: _Header, n_keys: int) -> tuple[dict[str, object], dict[str, range]]:
+    """Values, and the bytes of the file that they take with their types."""
     metadata: dict[str, object] = {}
+    places: dict[str, range] = {}
     for _ in range(n_keys):
         key = header.name("a metadata key", MAX_KEY_BYTES)
         if key in metadata:
             raise header.error(f"metadata key {key} appears twice")
+        start = header.offset
         metadata[key] = header.value(key)
-    return metadata
+        places[key] = range(start, header.offset)
+    return metadata, places
 
 
 def _check_alignment(header: _Header, metadata: Mapping[str, object]) -> int:

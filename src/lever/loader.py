@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
@@ -11,17 +11,19 @@ from lever.arch import ModelConfig
 from lever.errors import DoesNotFit, UsageError
 from lever.ggml import Library, load
 from lever.ggml.probe import row_multiple
-from lever.gguf import GGUF, TensorInfo
+from lever.gguf import GGUF, IMAGE_CHECKSUMS
 from lever.kv_cache import kv_bytes
 from lever.memory import Ledger, does_not_fit, release_unused, rss_bytes
 from lever.model import Model
 from lever.owner import Owner
+from lever.pages import PAGE
 from lever.sizing import compute_nbytes
 from lever.weights.embedding import EmbeddingRows
-from lever.weights.plan import PROJECTION, ModelUnits, Plan, make_plan, model_units
-from lever.weights.reader import DirectFile
+from lever.weights.image import Image
+from lever.weights.plan import PINNED, PROJECTION, SMALL, ModelUnits, Plan, make_plan, model_units
+from lever.weights.reader import CheckedFile, DirectFile
 from lever.weights.store import MIN_SLOTS, Store
-from lever.weights.tensors import RepackedWeights, StreamedWeights, Weights
+from lever.weights.tensors import Arena, RepackedWeights, StreamedWeights, Weights
 from lever.workspace import GRAPH_ROWS, ModelShape, Workspace
 
 MAX_THREADS = 512  # GGML_MAX_N_THREADS of ggml.h
@@ -36,8 +38,8 @@ PYTHON_GROWTH = 12 << 20
 class ModelSettings:
     """How much of a model stays in memory, and how it is computed. None of it changes a bit of the text but `layout`.
 
-    layout "plain" computes with the bytes as the file holds them, which streaming needs; "repacked" puts the whole
-    model into memory in the layout of the fastest kernels, whose sums round differently.
+    layout "auto" computes with the bytes as the file holds them, be it a GGUF or a flash image; "repacked" puts a whole
+    GGUF into memory in the layout of the fastest kernels, whose sums round differently.
     """
 
     dram: int  # bytes that the process may hold
@@ -47,7 +49,7 @@ class ModelSettings:
     n_threads: int = 1
     n_slots: int = MIN_SLOTS  # units that the ring holds
     n_logits: int = 4  # rows whose logits are held at once
-    layout: Literal["plain", "repacked"] = "plain"
+    layout: Literal["auto", "repacked"] = "auto"
 
     def __post_init__(self) -> None:
         """UsageError for what lies outside its range."""
@@ -91,9 +93,12 @@ class LoadedModel(Owner):
         self.gguf = gguf
         self.config = config
         self.ggml = load()
-        self.units = model_units(gguf, config)
-        table = gguf.tensors["token_embd.weight"]
-        self.shape, self.plan = plan(self.ggml, config, self.units, table, settings)
+        self.image = Image.of(gguf)
+        if self.image is not None:
+            self.image.check(gguf, self.ggml)
+        self.shape, self.plan = plan(self.ggml, gguf, config, settings)
+        self.units = self.plan.units
+        self._repacked = settings.layout == "repacked"
         self.n_threads = usable_threads(settings.n_threads, self.shape.row_multiple)
         self.ledger = ledger or Ledger(settings.dram)
         self._cleanup = ExitStack()
@@ -106,9 +111,9 @@ class LoadedModel(Owner):
             self._cleanup = stack.pop_all()
 
     @property
-    def n_pinned_layers(self) -> int:
-        """Layers that stay in memory."""
-        return sum(index in self.plan.pinned for index in self.units.layers)
+    def layout(self) -> str:
+        """What the kernels find: "plain" or "repacked"."""
+        return self.image.layout if self.image is not None else "repacked" if self._repacked else "plain"
 
     def close(self) -> None:
         """Free everything. Safe to call twice."""
@@ -118,20 +123,36 @@ class LoadedModel(Owner):
         """The store that passes read from, and the tensors. A repacked model needs no store once it is loaded."""
         units, plan = self.units.units, self.plan
         progress.start(sum(units[index].nbytes for index in plan.pinned))
-        files = [stack.enter_context(DirectFile(path)) for path in self.gguf.files]
-        if settings.layout == "repacked":
+        files = [stack.enter_context(file) for file in self._open_files()]
+        if self._repacked:
             with Store(files, units, (), settings.n_slots) as passing:
                 repacked = RepackedWeights(self.ggml, passing, on_loaded=progress.advance)
             stack.callback(repacked.close)
             return stack.enter_context(Store((), ())), repacked
-        store = stack.enter_context(Store(files, units, plan.pinned, plan.n_slots, on_pinned=progress.advance))
-        weights = StreamedWeights(self.ggml, store)
+        arena = Arena(self.ggml, self.image.repacked if self.image is not None else ())
+        store = stack.enter_context(
+            Store(
+                files,
+                units,
+                plan.pinned,
+                plan.n_slots,
+                memory=arena.allocate,
+                on_pinned=progress.advance,
+            )
+        )
+        weights = StreamedWeights(store, arena)
         stack.callback(weights.close)
         return store, weights
 
+    def _open_files(self) -> list[DirectFile]:
+        if self.image is not None:
+            return [self.image.open(self.gguf)]
+        return [DirectFile(path) for path in self.gguf.files]
+
     def _open_model(self, stack: ExitStack, weights: Weights) -> Model:
         table = self.gguf.tensors["token_embd.weight"]
-        embedding = EmbeddingRows(DirectFile(self.gguf.files[table.file]), table, GRAPH_ROWS)
+        file = self.image.open(self.gguf) if self.image is not None else DirectFile(self.gguf.files[table.file])
+        embedding = EmbeddingRows(file, table, GRAPH_ROWS)
         stack.callback(embedding.close)
         model = Model(self.ggml, self.config, self.units, weights, embedding, self.shape, self.n_threads)
         stack.callback(model.close)
@@ -147,46 +168,58 @@ def usable_threads(n_threads: int, row_multiple: int) -> int:
     return n_threads if row_multiple == 1 else 1 << (n_threads.bit_length() - 1)
 
 
-def plan(
-    ggml: Library, config: ModelConfig, units: ModelUnits, table: TensorInfo, settings: ModelSettings
-) -> tuple[ModelShape, Plan]:
+def plan(ggml: Library, gguf: GGUF, config: ModelConfig, settings: ModelSettings) -> tuple[ModelShape, Plan]:
     """What fits in the budget. A context that was not asked for is halved until it does, down to 512 positions."""
+    image, repacked = Image.of(gguf), settings.layout == "repacked"
+    if image is not None and repacked:
+        raise UsageError(f"{gguf.path} is a flash image and has its layout: leave out --layout")
     n_ctx = settings.n_ctx or min(DEFAULT_CTX, config.n_ctx_train)
     if n_ctx > config.n_ctx_train:
         raise UsageError(f"a context of {n_ctx} is beyond the {config.n_ctx_train} that the model was trained for")
-    types = {place.tensor.type for unit in units.units for place in unit.places}
-    multiple = row_multiple(ggml, types, repacked=settings.layout == "repacked")
+    in_layout = image.repacked if image is not None else gguf.tensors if repacked else ()
+    multiple = row_multiple(
+        ggml,
+        {t.type for t in gguf.tensors.values() if repacked or t.name not in {*in_layout, IMAGE_CHECKSUMS}},
+        {gguf.tensors[name].type for name in in_layout},
+    )
+    units = model_units(gguf, config, CheckedFile.grain if image is not None else PAGE)
     release_unused()
     while True:
         shape = ModelShape(n_ctx, min(settings.n_batch, n_ctx), settings.n_logits, multiple)
+        fixed = _fixed_parts(ggml, gguf, config, units, settings, shape)
         try:
-            return shape, _plan_with(ggml, config, units, table, settings, shape)
+            if repacked:
+                return shape, _resident_plan(units, fixed, settings)
+            pin, n_slots = settings.pin_percent, settings.n_slots
+            return shape, make_plan(units, fixed, settings.dram, pin_percent=pin, n_slots=n_slots)
         except DoesNotFit:
             if settings.n_ctx is not None or n_ctx // 2 < LEAST_CTX:
                 raise
             n_ctx //= 2
 
 
-def _plan_with(
-    ggml: Library,
-    config: ModelConfig,
-    units: ModelUnits,
-    table: TensorInfo,
-    settings: ModelSettings,
-    shape: ModelShape,
-) -> Plan:
-    fixed = {
+def _fixed_parts(
+    ggml: Library, gguf: GGUF, config: ModelConfig, units: ModelUnits, settings: ModelSettings, shape: ModelShape
+) -> dict[str, int]:
+    """Bytes of everything but weights."""
+    table = gguf.tensors["token_embd.weight"]
+    checksums = gguf.tensors.get(IMAGE_CHECKSUMS)
+    return {
         PYTHON: rss_bytes() + PYTHON_GROWTH,
         KV_CACHE: kv_bytes(config, shape.n_ctx),
         BUFFERS: Workspace.nbytes(config, shape)
-        + EmbeddingRows.nbytes(table, GRAPH_ROWS)
-        + compute_nbytes(ggml, config, units, shape, settings.n_threads),
+        + EmbeddingRows.nbytes(table, GRAPH_ROWS, units.grain)
+        + compute_nbytes(ggml, config, units, shape, settings.n_threads)
+        + (2 * checksums.nbytes if checksums is not None else 0),
     }
-    if settings.layout == "repacked":
-        # Everything passes through a ring on its way into the repacked buffers.
-        ring = settings.n_slots * max(unit.nbytes for unit in units.units)
-        plan = make_plan(units, {**fixed, "loading": ring}, settings.dram, pin_percent=100)
-        if plan.n_slots:
-            raise does_not_fit({**plan.parts, PROJECTION: units.projection_nbytes}, settings.dram)
-        return plan
-    return make_plan(units, fixed, settings.dram, pin_percent=settings.pin_percent, n_slots=settings.n_slots)
+
+
+def _resident_plan(units: ModelUnits, fixed: Mapping[str, int], settings: ModelSettings) -> Plan:
+    """Everything in memory, through a ring on its way into the repacked buffers."""
+    ring = settings.n_slots * max(unit.nbytes for unit in units.units)
+    small = units.units[units.small].nbytes
+    weights = {SMALL: small, PINNED: units.layers_nbytes, PROJECTION: units.projection_nbytes}
+    parts = {**fixed, "loading": ring, **weights}
+    if sum(parts.values()) > settings.dram:
+        raise does_not_fit(parts, settings.dram)
+    return Plan(units, frozenset(range(len(units.units))), 0, parts, settings.dram)

@@ -61,7 +61,7 @@ class Model:
         self._backend = Backend(ggml, n_threads)
         self._context = Context(ggml, TENSORS, NODES)
         self._workspace = Workspace(ggml, config, embedding, shape)
-        self._small = next(iter(weights.stream([units.small])))  # pinned, so it stays valid
+        self._small = next(iter(weights.stream([(units.small,)])))  # pinned, so it stays valid
         self._allocator = GraphAllocator(ggml)
         for graph in wide_graphs(ggml, config, units, shape):
             self._allocator.reserve(graph)
@@ -109,7 +109,7 @@ class Model:
         self.stats.projection_s += self._run(
             self._transformer.final_norm(self._context, chosen, self._small["output_norm.weight"])
         )
-        with closing(self._weights.stream(self._units.projection)) as bands:
+        with closing(self._weights.stream((band,) for band in self._units.projection)) as bands:
             self._project(bands, m)
         logits: NDArray[np.float32] = space.logits_array[: len(rows)]
         return logits

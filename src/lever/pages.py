@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,13 @@ PAGE = max(mmap.PAGESIZE, 4096)  # O_DIRECT wants addresses, offsets and lengths
 def round_up(nbytes: int, to: int = PAGE) -> int:
     """The next multiple of `to` at or above `nbytes`."""
     return -(-nbytes // to) * to
+
+
+def advise_huge(address: int, nbytes: int) -> None:
+    """Ask for huge pages: fewer of them for the kernel to pin in each direct read. A hint; not every kernel has any."""
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None and nbytes >= 2 << 20:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
 
 
 class Pages(Owner):
@@ -36,11 +42,9 @@ class Pages(Owner):
             raise DoesNotFit(
                 f"the system refused {self.nbytes} bytes of memory ({error.strerror}): give less with --dram"
             ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE") and self.nbytes >= 2 << 20:
-            with suppress(OSError):  # a hint that kernels without huge pages refuse
-                memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages for the kernel to pin in each direct read
         self.bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         self.address: int = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        advise_huge(self.address, self.nbytes)
         self.bytes[::PAGE] = 0  # touches every page
         self._map: mmap.mmap | None = memory
 

@@ -39,8 +39,9 @@ def wide_graphs(ggml: Library, config: ModelConfig, units: ModelUnits, shape: Mo
         buffer = stack.enter_context(Buffer(ggml, PAGE, 1 << 46))
         inputs = stack.enter_context(Context(ggml, 8))
         context = stack.enter_context(Context(ggml, TENSORS, NODES))
-        weights = overlay(ggml, units.units[0], PAGE, stack)
-        (matrix,) = overlay(ggml, units.units[units.projection[0]], PAGE, stack).values()
+        places = [place for index in units.layers[0] for place in units.units[index].places]
+        weights = overlay(ggml, places, PAGE, 1 << 46, stack)
+        (matrix,) = overlay(ggml, units.units[units.projection[0]].places, PAGE, 1 << 46, stack).values()
 
         def tensor(kind: int, length: int, rows: int, owner: Context = inputs) -> int:
             return buffer.place(ggml.new_tensor_2d(owner.handle, kind, length, rows), PAGE)

@@ -38,8 +38,9 @@ class RunStats:
     peak_rss_bytes: int = 0
     dram_budget_bytes: int = 0
     dram_planned_bytes: int = 0
-    pinned_layers: int = 0
-    layers: int = 0
+    pinned_share: float = 0.0  # of the bytes of the layers, kept in DRAM
+    layout: str = "plain"  # of the weights: as a GGUF holds them, or "repacked" as the kernels want them
+    image: str | None = None  # of a flash image: what it holds
     n_ctx: int = 0
     seed: int = 0
     preset: str = "flash-ar"

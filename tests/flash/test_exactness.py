@@ -101,13 +101,16 @@ def test_the_comparison_would_see_a_bit(expected: Logits) -> None:
 
 
 def test_what_is_pinned_and_what_is_streamed_are_as_asked(model: Path) -> None:
-    """Or the comparisons above compare nothing."""
-    for percent, n_layers in {0: 0, 30: 1, 60: 2, 100: 4}.items():
+    """Or the comparisons above compare nothing. 30 and 60 % cut the layers of four in two."""
+    for percent in (0, 30, 60, 100):
         for projection in (False, True):
             with open_tiny(model, pin_percent=percent, stream_projection=projection) as loaded:
-                assert loaded.n_pinned_layers == n_layers
+                assert abs(100 * loaded.plan.pinned_share - percent) < 15
+                n_streamed = sum(index not in loaded.plan.pinned for layer in loaded.units.layers for index in layer)
+                assert n_streamed == (0 if percent == 100 else 4)
+                assert any(len(layer) == 2 for layer in loaded.units.layers) == (percent in (30, 60))
                 assert len(loaded.units.projection) > 1
-                assert len(loaded.store.streamed) == 4 - n_layers + projection * len(loaded.units.projection)
+                assert len(loaded.store.streamed) == n_streamed + projection * len(loaded.units.projection)
 
 
 def test_I4_rows_of_a_wide_pass_are_those_of_single_tokens(model: Path, expected: Logits) -> None:

@@ -15,27 +15,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lever.errors import StorageError
+from lever.errors import DamagedImage, StorageError
 from lever.gguf import TensorInfo
 from lever.pages import PAGE, Pages, round_up
-from lever.weights import reader
 from lever.weights.embedding import EmbeddingRows
-from lever.weights.reader import DirectFile
+from lever.weights.reader import CheckedFile, DirectFile, read_into
 from tests.fakes import STALE, FakeDevice, descriptors_of
 
 SHM = Path("/dev/shm")
-REAL_BLOCK, LINUX_READS_AT_MOST = reader.BLOCK, 0x7FFFF000
-BLOCK = 16 * PAGE  # of one read in these tests
+BLOCK = 16 * PAGE
 SIZES = (1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE + 512, BLOCK, BLOCK + PAGE + 7, 2 * BLOCK + 1)
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small files have several blocks then."""
-    monkeypatch.setattr(reader, "BLOCK", BLOCK)
 
 
 def new_file(folder: Path, size: int) -> Path:
@@ -207,13 +200,13 @@ def test_a_device_that_takes_whole_pages_only_gives_the_end_of_any_file(tmp_path
         assert contents(file) == path.read_bytes()
 
 
-def test_A29_no_call_asks_for_more_than_a_block(tmp_path: Path) -> None:
-    """And a block, as it is outside these tests, is less than Linux gives at once."""
-    device = FakeDevice()
-    with DirectFile(new_file(tmp_path, 3 * BLOCK), device) as file:
-        contents(file)
-    assert [nbytes for _, nbytes in device.reads[1:]] == [BLOCK] * 3
-    assert LINUX_READS_AT_MOST >= REAL_BLOCK
+def test_A29_a_read_beyond_what_linux_gives_at_once_is_continued(tmp_path: Path) -> None:
+    """It gives 0x7ffff000 bytes, which is a whole number of pages."""
+    path = new_file(tmp_path, 3 * BLOCK)
+    device = FakeDevice(at_most=(BLOCK - PAGE,))
+    with DirectFile(path, device) as file:
+        assert contents(file) == path.read_bytes()
+    assert [offset for offset, _ in device.reads[1:]] == [n * (BLOCK - PAGE) for n in range(4)]
 
 
 def test_A29_bytes_behind_4_GiB_are_found(tmp_path: Path) -> None:
@@ -303,7 +296,7 @@ def test_C4_rows_of_an_embedding_come_through_whole_pages(tmp_path: Path, offset
 
 def test_C10_EIO_names_the_file_and_the_byte_and_passes_when_the_device_is_well_again(tmp_path: Path) -> None:
     path = new_file(tmp_path, 4 * BLOCK)
-    device = FakeDevice(broken=range(2 * BLOCK, 3 * BLOCK))
+    device = FakeDevice(broken=range(2 * BLOCK, 3 * BLOCK), at_most=(BLOCK,))
     with DirectFile(path, device) as file:
         with pytest.raises(StorageError, match=f"reading {path} failed at byte {2 * BLOCK}: Input/output") as caught:
             contents(file)
@@ -358,7 +351,69 @@ def test_one_read_tells_what_came_and_nothing_at_the_end(tmp_path: Path) -> None
     path = new_file(tmp_path, PAGE)
     fd = os.open(path, os.O_RDONLY)
     view = memoryview(bytearray(PAGE))
-    assert reader.read_into(fd, view, 0) == PAGE
-    assert reader.read_into(fd, view, PAGE) == 0
+    assert read_into(fd, view, 0) == PAGE
+    assert read_into(fd, view, PAGE) == 0
     os.close(fd)
     assert bytes(view) == path.read_bytes()
+
+
+# --- checksums ----------------------------------------------------------------------------------------------
+
+CHECKED = CheckedFile.BLOCK_BYTES
+
+
+def checked(path: Path, device: FakeDevice | None = None) -> CheckedFile:
+    """A file with the checksums of what it holds now."""
+    data = path.read_bytes()
+    blocks = [data[start : start + CHECKED] for start in range(0, len(data), CHECKED)]
+    sums = np.array([xxhash.xxh3_64_intdigest(block) for block in blocks], np.uint64)
+    return CheckedFile(path, sums, device or FakeDevice())
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+@pytest.mark.parametrize("offset", [0, CHECKED - 1, CHECKED, 3 * CHECKED + 77])
+def test_a_flipped_bit_is_found_on_the_first_read_with_block_and_file(tmp_path: Path, offset: int) -> None:
+    path = new_file(tmp_path, 4 * CHECKED)
+    with checked(path) as file:
+        flip(path, offset)
+        block = offset // CHECKED
+        wanted = f"{path} is damaged: block {block} .bytes {block * CHECKED} to {(block + 1) * CHECKED}"
+        for _ in range(2):  # it stays damaged
+            with pytest.raises(DamagedImage, match=wanted) as caught:
+                contents(file)
+        assert caught.value.exit_code == 4
+        flip(path, offset)
+        assert contents(file) == path.read_bytes()
+
+
+def test_only_the_blocks_of_a_read_are_checked(tmp_path: Path) -> None:
+    path = new_file(tmp_path, 4 * CHECKED)
+    with checked(path) as file:
+        flip(path, 2 * CHECKED)
+        contents(file, 0, 2 * CHECKED)
+        contents(file, 3 * CHECKED, CHECKED)
+        with pytest.raises(DamagedImage, match="block 2 "):
+            contents(file, CHECKED, 2 * CHECKED)
+
+
+def test_a_block_that_was_right_once_is_not_checked_again(tmp_path: Path) -> None:
+    """Hashing costs a processor that compute wants; flash does not rot between two passes."""
+    path = new_file(tmp_path, 2 * CHECKED)
+    with checked(path) as file:
+        contents(file, 0, CHECKED)
+        flip(path, 5)
+        contents(file, 0, CHECKED)
+
+
+def test_short_reads_are_checked_as_a_whole(tmp_path: Path) -> None:
+    path = new_file(tmp_path, 3 * CHECKED)
+    with checked(path, FakeDevice(at_most=(9999, PAGE))) as file:
+        assert contents(file) == path.read_bytes()

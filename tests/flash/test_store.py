@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from lever.errors import StorageError
 from lever.gguf import TensorInfo
 from lever.pages import PAGE
-from lever.weights import reader, store
 from lever.weights.reader import DirectFile
-from lever.weights.store import MIN_SLOTS, Store
+from lever.weights.store import DEPTH, MIN_SLOTS, Store
 from lever.weights.units import unit
 from tests.fakes import FakeDevice, descriptors_of, reader_threads, wait_until
 
@@ -30,12 +29,6 @@ SIZES = (3 * PAGE, PAGE, 5 * PAGE, 2 * PAGE, 4 * PAGE, PAGE + 100)
 STARTS = tuple(sum(SIZES[:index]) for index in range(len(SIZES)))
 N = len(SIZES)
 BLOCK = 16 * PAGE  # of one read in these tests
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (reader, store):
-        monkeypatch.setattr(module, "BLOCK", BLOCK)
 
 
 @dataclass
@@ -58,6 +51,7 @@ class Flash:
             device.reads.clear()  # without the one that asked for O_DIRECT
             if stopped:
                 device.gate.clear()
+        options = {"block": BLOCK} | options
         return Store(files, [unit(f"unit {index}", [tensor]) for index, tensor in enumerate(tensors)], **options)
 
     def expected(self, index: int) -> bytes:
@@ -105,7 +99,7 @@ def passes(flash: Flash, store: Store, count: int = 1) -> None:
 
 def test_units_are_read_in_a_circle_each_once_a_pass(flash: Flash) -> None:
     device = FakeDevice()
-    with flash.open(device) as store:
+    with flash.open(device, depth=1) as store:
         passes(flash, store, 3)
         wait_until(lambda: len(device.reads) == 3 * N + MIN_SLOTS)
     assert [offset for offset, _ in device.reads] == [STARTS[turn % N] // PAGE * PAGE for turn in range(3 * N + 3)]
@@ -232,19 +226,31 @@ def raise_in_the_middle_of(units: Iterator[tuple[int, int]], index: int) -> None
 
 
 def test_another_unit_asked_for_in_mid_read_ends_the_read_at_the_next_block(big: Flash) -> None:
+    """What is in flight ends, nothing more of that unit is begun."""
     device = FakeDevice()
     with big.open(device, stopped=True) as store:
-        wait_until(lambda: len(device.reads) == 1)
+        wait_until(lambda: len(device.reads) == DEPTH)
         held: list[int] = []
         asking = threading.Thread(target=lambda: held.append(store.hold(2)))
         asking.start()
-        wait_until(lambda: store._ring.epoch == 1)  # it is being waited for
+        wait_until(lambda: not store._ring.coming)  # it is being waited for
         device.gate.set()
         asking.join()
         assert big.holds(held[0], 2)
         store.release(held[0])
-        assert [offset for offset, _ in device.reads][:2] == [0, 4 * BLOCK + PAGE]
+        offsets = [offset for offset, _ in device.reads]
+        assert sorted(offsets[:DEPTH]) == [0, BLOCK]
+        assert offsets[DEPTH] == 4 * BLOCK + PAGE
         passes(big, store)
+
+
+@given(depth=st.integers(1, 4), block=st.sampled_from([PAGE, 2 * PAGE, BLOCK]), n_slots=st.integers(3, 5))
+@settings(deadline=None, max_examples=20)
+def test_any_number_of_reads_in_flight_and_any_block_brings_the_same(
+    flash: Flash, depth: int, block: int, n_slots: int
+) -> None:
+    with flash.open(FakeDevice(delay_s=0.0001), depth=depth, block=block, n_slots=n_slots) as store:
+        passes(flash, store, 2)
 
 
 # --- pinned units -------------------------------------------------------------------------------------------
@@ -351,14 +357,14 @@ def test_nobody_waits_for_a_reader_that_died_of_a_bug(flash: Flash) -> None:
 def test_closing_in_mid_read_waits_for_one_block_at_most(big: Flash) -> None:
     device = FakeDevice()
     store = big.open(device, stopped=True)
-    wait_until(lambda: len(device.reads) == 1)
+    wait_until(lambda: len(device.reads) == DEPTH)
     closing = threading.Thread(target=store.close)
     closing.start()
     wait_until(lambda: store._ring.closed)
     device.gate.set()
     closing.join()
     assert not reader_threads()
-    assert len(device.reads) == 1
+    assert len(device.reads) == DEPTH
     assert not descriptors_of(big.path)
 
 
@@ -394,7 +400,7 @@ def test_figures_add_up(flash: Flash) -> None:
         wait_until(lambda: len(device.reads) == 1 + 3 * (N - 1) + MIN_SLOTS)
         wait_until(lambda: store.stats.read_bytes == sum(nbytes for _, nbytes in device.reads[1:]))
         calls = len(device.reads) - 1
-        assert 0.002 * calls <= store.stats.read_s
+        assert 0.002 * calls <= DEPTH * store.stats.read_s
 
 
 def test_waiting_for_a_unit_counts_as_stall(flash: Flash) -> None:

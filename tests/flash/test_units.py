@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -52,26 +52,29 @@ def memory_of(unit: Unit, files: Sequence[bytes]) -> bytes:
     return bytes(memory)
 
 
-@given(tensors=layouts())
+GRAINS = st.sampled_from([PAGE, 16 * PAGE])
+
+
+@given(tensors=layouts(), grain=GRAINS)
 @settings(deadline=None)
-def test_every_tensor_lands_at_an_address_congruent_to_its_offset(tensors: list[TensorInfo]) -> None:
-    whole = unit("u", tensors)
+def test_every_tensor_lands_at_an_address_congruent_to_its_offset(tensors: list[TensorInfo], grain: int) -> None:
+    whole = unit("u", tensors, grain)
     memory = memory_of(whole, FILES)
     assert {place.tensor.name for place in whole.places} == {tensor.name for tensor in tensors}
     for place in whole.places:
         tensor = place.tensor
-        assert place.at % PAGE == tensor.offset % PAGE
+        assert place.at % grain == tensor.offset % grain
         expected = FILES[tensor.file][tensor.offset : tensor.offset + tensor.nbytes]
         assert memory[place.at : place.at + tensor.nbytes] == expected
 
 
-@given(tensors=layouts())
+@given(tensors=layouts(), grain=GRAINS)
 @settings(deadline=None)
-def test_extents_are_whole_pages_that_never_overlap_in_memory(tensors: list[TensorInfo]) -> None:
-    whole = unit("u", tensors)
+def test_extents_are_whole_grains_that_never_overlap_in_memory(tensors: list[TensorInfo], grain: int) -> None:
+    whole = unit("u", tensors, grain)
     end = 0
     for extent in whole.extents:
-        assert (extent.offset % PAGE, extent.nbytes % PAGE, extent.at % PAGE) == (0, 0, 0)
+        assert (extent.offset % grain, extent.nbytes % grain, extent.at % grain) == (0, 0, 0)
         assert extent.at == end
         end = extent.at + extent.nbytes
     assert whole.nbytes == end
@@ -192,9 +195,9 @@ def test_the_units_of_a_model_are_its_layers_then_the_projection_then_the_rest(t
     config = ModelConfig.from_gguf(gguf)
     model = model_units(gguf, config)
     names = [[place.tensor.name for place in whole.places] for whole in model.units]
-    for layer in model.layers:
-        assert sorted(names[layer]) == sorted(layer_tensors(config, layer))
+    for layer, (index,) in enumerate(model.layers):
+        assert sorted(names[index]) == sorted(layer_tensors(config, layer))
     assert [names[band] for band in model.projection] == [["output.weight"]] * len(model.projection)
     assert sum(model.band_rows) == 900
     assert sorted(names[model.small]) == ["output_norm.weight", "rope_freqs.weight"]
-    assert [*model.layers, *model.projection, model.small] == list(range(len(model.units)))
+    assert [*chain(*model.layers), *model.projection, model.small] == list(range(len(model.units)))

@@ -235,15 +235,14 @@ import json
 from lever.arch import MATRIX_TYPES
 from lever.ggml import load
 from lever.ggml.probe import probe
-from lever.gguf import TYPES, TensorInfo
-from lever.weights.tensors import takes_repacked
-from lever.weights.units import Place
+from lever.gguf import TYPES
+from lever.ggml.layout import takes_repacked
 
 ggml = load()
-def asked(kind, *shape):
-    return takes_repacked(ggml, Place(TensorInfo("w", shape, kind, 0, 0, 0), 0))
 answers = [
-    (TYPES[kind].name, shape, asked(kind, *shape)) for kind in TYPES for shape in ((512, 64), (512, 6), (512,))
+    (TYPES[kind].name, shape, takes_repacked(ggml, kind, shape))
+    for kind in TYPES
+    for shape in ((512, 64), (512, 6), (512,))
 ]
 held = [TYPES[kind].name for kind in MATRIX_TYPES if probe(ggml, kind, repacked=True) is not None]
 print(json.dumps([answers, held]))

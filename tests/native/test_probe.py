@@ -77,7 +77,7 @@ def test_a_model_pads_to_the_largest_multiple_that_its_types_need() -> None:
     for repacked in (False, True):
         found = [probe(ggml, kind, layout) for kind in MATRIX_TYPES for layout in {False, repacked}]
         multiples = [result.row_multiple or 0 for result in found if result is not None]
-        assert row_multiple(ggml, MATRIX_TYPES, repacked=repacked) == max(multiples)
+        assert row_multiple(ggml, MATRIX_TYPES, MATRIX_TYPES if repacked else ()) == max(multiples)
 
 
 # --- a library that computes wrongly ------------------------------------------------------------------------

@@ -243,7 +243,7 @@ def test_answers_are_llama_cpps_up_to_the_rounding_of_activations(model: RealMod
 
 def test_a_streamed_answer_has_the_bits_of_one_pass_in_memory(model: RealModel) -> None:
     with model.open(pin_percent=0) as loaded:
-        assert loaded.n_pinned_layers == 0
+        assert loaded.plan.pinned_share == 0
         streamed = decoded(loaded, model.prompts["math"], 16)
     with model.open() as loaded:
         pinned = along(loaded, model.prompts["math"], streamed.tokens)

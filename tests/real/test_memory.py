@@ -99,7 +99,7 @@ def test_D1_D5_the_peak_is_the_planned_one_within_a_twentieth_and_the_plan_withi
 def test_the_text_is_the_same_in_every_budget_and_the_layers_in_memory_are_more_in_a_larger_one() -> None:
     runs = [cold_run(budget) for budget in BUDGETS]
     assert len({tuple(run.tokens) for run in runs}) == 1
-    pinned = [run.stats["pinned_layers"] for run in runs]
+    pinned = [run.stats["pinned_share"] for run in runs]
     assert pinned == sorted(set(pinned))
 
 

@@ -25,6 +25,7 @@ RANKS = (
     {"engine"},
     {"llm"},
     {"models"},
+    {"pack"},
     {"doctor"},
     {"cli"},
     {"__main__"},

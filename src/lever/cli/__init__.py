@@ -18,6 +18,7 @@ from lever.cli.console import NoteHandler, complain, write
 from lever.cli.doctor import doctor
 from lever.cli.info import info
 from lever.cli.library import list_, pull, rm
+from lever.cli.pack import pack
 from lever.cli.run import run
 from lever.errors import DoesNotFit, LeverError, StorageError, UsageError
 
@@ -53,6 +54,7 @@ app = typer.Typer(
     f"4 bad or unsupported file, 5 I/O, 130 stopped by Ctrl-C.\n\n{VARIABLES}",
 )
 app.command("run", cls=_Verb, epilog=VARIABLES)(run)
+app.command("pack", cls=_Verb)(pack)
 app.command("info", cls=_Verb)(info)
 app.command("doctor", cls=_Verb)(doctor)
 app.command("pull", cls=_Verb)(pull)
@@ -98,7 +100,7 @@ def main() -> None:
 
 def _exit_code() -> int:
     try:
-        return app(standalone_mode=False) or 0
+        return app(standalone_mode=False, prog_name="lever") or 0
     except typer.TyperException as error:
         return _complain(UsageError(_usage(error)))
     except LeverError as error:

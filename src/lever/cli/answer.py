@@ -8,15 +8,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from types import FrameType
 
+from lever import gguf
 from lever.cli.console import Bar, bar, note, same_place, write, write_json
 from lever.cli.options import INTERRUPTED
-from lever.errors import UsageError
+from lever.errors import ModelError, UsageError
+from lever.ggml import load
 from lever.llm import LLM, Generation, GenerationSettings
 from lever.loader import ModelSettings, Progress
 from lever.memory import format_size
 from lever.models import resolve
+from lever.models.images import find_image
 from lever.stats import RunStats
 
 log = logging.getLogger(__name__)
@@ -33,6 +37,7 @@ class Question:
     text: str
     system: str | None = None
     raw: bool = False  # no chat template
+    use_image: bool = True  # the model's flash image, where the cache has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ def answer(question: Question, settings: ModelSettings, request: GenerationSetti
     """Print the answer; the exit code."""
     if not question.text and not question.raw:
         raise UsageError("the prompt is empty: there is nothing to answer")
-    with bar(quiet=output.quiet) as progress, _open(question.model, settings, progress, output) as llm:
+    with bar(quiet=output.quiet) as progress, _open(question, settings, progress, output) as llm:
         prompt = _encode(llm, question)  # before anything large is read: it may be refused
         _load(llm, progress)
         waiting = _Waiting(llm, len(prompt), progress, quiet=output.quiet)
@@ -62,13 +67,33 @@ def answer(question: Question, settings: ModelSettings, request: GenerationSetti
     return INTERRUPTED if interrupted else 0
 
 
-def _open(reference: str, settings: ModelSettings, progress: Bar, output: Output) -> LLM:
-    """The model's header and tokenizer; the file is fetched if need be."""
-    resolved = resolve(reference, offline=output.offline, progress=progress)
+def _open(question: Question, settings: ModelSettings, progress: Bar, output: Output) -> LLM:
+    """The model's header and tokenizer; the file is fetched if need be, and its flash image used if there is one."""
+    resolved = resolve(question.model, offline=output.offline, progress=progress)
     if resolved.notice and progress.jobs and not output.quiet:  # it was brought here just now
-        note(f"{reference}: {resolved.notice}")
-    progress.start(None, f"opening {reference}")
-    return LLM(resolved.path, settings, name=reference)
+        note(f"{question.model}: {resolved.notice}")
+    path = _image(question.model, resolved.path, progress, output) if question.use_image else None
+    progress.start(None, f"opening {question.model}")
+    return LLM(path or resolved.path, settings, name=question.model)
+
+
+def _image(model: str, source: Path, progress: Bar, output: Output) -> Path | None:
+    """The flash image of a model in the cache, if this machine computes with it; either way it is told."""
+    found = find_image(source, progress)
+    if found is None:
+        return None
+    problem = found.problem
+    if found.image is not None:
+        try:
+            found.image.check(gguf.read(found.path), load())
+        except ModelError as error:
+            problem = str(error)
+    if problem is not None:
+        note(f"not using its flash image: {problem}: lever pack {model} --force")
+        return None
+    if found.image is not None and not output.quiet:
+        note(f"using the flash image of {model} ({found.image.describe()}): {found.path}")
+    return found.path
 
 
 def _load(llm: LLM, progress: Bar) -> None:
@@ -174,7 +199,7 @@ def _figures(stats: RunStats, bytes_per_pass: int) -> str:
             _speed(stats),
             f"prompt of {stats.prompt_tokens} in {stats.prefill_s:.1f} s",
             _reads(stats, bytes_per_pass),
-            f"{stats.pinned_layers} of {stats.layers} layers in DRAM",
+            f"{100 * stats.pinned_share:.0f} % of the layers in DRAM",
             f"peak {format_size(stats.peak_rss_bytes)} of {format_size(stats.dram_budget_bytes)}",
             f"context {stats.n_ctx}",
             f"seed {stats.seed}",

@@ -53,7 +53,7 @@ def _facts(gguf: GGUF, config: ModelConfig, units: ModelUnits) -> dict[str, obje
     from lever.gguf import TYPES
     from lever.kv_cache import kv_bytes
 
-    layers = [units.units[index].nbytes for index in units.layers]
+    layers = [sum(units.units[index].nbytes for index in layer) for layer in units.layers]
     types = Counter(TYPES[tensor.type].name for tensor in gguf.tensors.values())
     return {
         "path": str(gguf.path),

@@ -21,7 +21,7 @@ SWITCH = ""  # in the place of a value's name
 class Layout(StrEnum):
     """How the kernels find the weights."""
 
-    plain = "plain"
+    auto = "auto"
     repacked = "repacked"
 
 
@@ -107,9 +107,14 @@ LayoutFlag = Annotated[
         MEMORY,
         "--layout",
         value="LAYOUT",
-        help="plain streams. repacked holds the whole model in DRAM as the fastest kernels want it, whose sums "
-        "round differently.",
+        help="auto: as the file holds them. repacked: the whole model in DRAM as the fastest kernels want it, whose "
+        "sums round differently; to stream it so, see lever pack.",
     ),
+]
+
+NoImage = Annotated[
+    bool,
+    _flag(MEMORY, "--no-image", value=SWITCH, help="Leave the model's flash image alone (see lever pack)."),
 ]
 
 MaxTokens = Annotated[

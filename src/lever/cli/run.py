@@ -39,7 +39,8 @@ def run(
     batch_size: o.BatchSize = 512,
     threads: o.ThreadCount = None,
     ring: o.Ring = 3,
-    layout: o.LayoutFlag = o.Layout.plain,
+    layout: o.LayoutFlag = o.Layout.auto,
+    no_image: o.NoImage = False,
     max_tokens: o.MaxTokens = -1,
     seed: o.Seed = -1,
     temperature: o.Temperature = 0.8,
@@ -102,7 +103,8 @@ def run(
         stops=stop,
         ignore_eos=ignore_eos,
     )
-    question = Question(reference, read_prompt(source), system, raw)
+    use_image = not no_image and layout is o.Layout.auto
+    question = Question(reference, read_prompt(source), system, raw=raw, use_image=use_image)
     raise typer.Exit(answer(question, settings, request, Output(json_output, quiet, offline)))
 
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lever.errors import LibraryError
 from lever.ggml.lib import InitParams, Library
 from lever.owner import Owner
+from lever.pages import PAGE, advise_huge, round_up
 
 SUCCESS = 0  # GGML_STATUS_SUCCESS
 
@@ -55,6 +59,38 @@ class Buffer(Owner):
 
     def close(self) -> None:
         if self.handle:
+            self._ggml.backend_buffer_free(self.handle)
+            self.handle = 0
+
+
+class RepackedPages(Owner):
+    """Page-aligned memory that ggml's repack buffer type has allocated, for reads with O_DIRECT.
+
+    A matrix placed in it is multiplied as one whose bytes are in the kernels' own layout. Resident from the start, like
+    `lever.pages.Pages`.
+    """
+
+    def __init__(self, ggml: Library, nbytes: int) -> None:
+        assert nbytes > 0
+        self._ggml = ggml
+        self.nbytes = round_up(nbytes)
+        buffer = ggml.backend_buft_alloc_buffer(ggml.repack_buffer_type, self.nbytes + PAGE)
+        self.handle: int = _made(buffer, f"repack buffer of {self.nbytes} bytes")
+        self.address = round_up(ggml.backend_buffer_get_base(self.handle))
+        memory = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(memoryview(memory), np.uint8)
+        advise_huge(self.address, self.nbytes)
+        self.bytes[::PAGE] = 0  # touches every page
+
+    def place(self, tensor: int, address: int) -> int:
+        """Give a tensor its data address in here; returns the tensor. The CPU must take its type and shape repacked."""
+        if self._ggml.backend_tensor_alloc(self.handle, tensor, address) != SUCCESS:
+            raise LibraryError("ggml could not place a tensor in its repack buffer")
+        return tensor
+
+    def close(self) -> None:
+        if self.handle:
+            self.bytes = np.empty(0, np.uint8)
             self._ggml.backend_buffer_free(self.handle)
             self.handle = 0
 

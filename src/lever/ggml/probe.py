@@ -56,23 +56,25 @@ class Probe:
         return self.error < MAX_ERROR and self.row_invariant
 
 
-def row_multiple(ggml: Library, types: Iterable[int], *, repacked: bool = False) -> int:
+def row_multiple(ggml: Library, plain: Iterable[int], repacked: Iterable[int] = ()) -> int:
     """The number of rows that every product of a model with these types must have a multiple of.
 
-    LibraryError unless each type multiplies correctly and some multiple makes it row-invariant. The F32 of
-    attention counts as a type of every model. `repacked` looks at that layout where a type has it.
+    `plain` types are multiplied as a file holds them, `repacked` ones in that layout where they have it. LibraryError
+    unless each multiplies correctly and some multiple makes it row-invariant. The F32 of attention counts as a type of
+    every model.
     """
     multiple = 1
-    for kind in sorted({*types, F32}):
-        for found in (probe(ggml, kind), probe(ggml, kind, repacked=True) if repacked else None):
-            if found is None:
-                continue
-            if not found.sound or found.row_multiple is None:
-                raise LibraryError(
-                    f"ggml in {ggml.directory} fails its self-test for {found.type_name} ({found}): "
-                    "see `lever doctor`, and install libggml-python again for this CPU"
-                )
-            multiple = max(multiple, found.row_multiple)
+    wanted = [(kind, False) for kind in sorted({*plain, F32})] + [(kind, True) for kind in sorted(set(repacked))]
+    for kind, in_layout in wanted:
+        found = probe(ggml, kind, repacked=in_layout)
+        if found is None:
+            continue
+        if not found.sound or found.row_multiple is None:
+            raise LibraryError(
+                f"ggml in {ggml.directory} fails its self-test for {found.type_name} ({found}): "
+                "see `lever doctor`, and install libggml-python again for this CPU"
+            )
+        multiple = max(multiple, found.row_multiple)
     return multiple
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from lever.errors import StorageError, UsageError
-from lever.models import assemble, cache, catalogue, hub
+from lever.models import assemble, cache, catalogue, hub, images
 from lever.models.cache import Progress, Silent
 
 __all__ = ["CachedModel", "Progress", "ResolvedModel", "Silent", "list_models", "remove", "resolve"]
@@ -85,6 +85,7 @@ def _remove_own(name: str) -> int:
         raise _not_cached(name)
     with cache.exclusive(name, Silent()):
         freed = path.lstat().st_size
+        freed += images.remove_image(path)
         cache.forget(path)
         path.unlink()
     return freed

@@ -119,6 +119,18 @@ def is_whole(path: Path, sha256: str, progress: Progress) -> bool:
     return True
 
 
+def known_sha256(path: Path, progress: Progress) -> str:
+    """The hash of a file, remembered as long as its size and time of change stay."""
+    record = _recall(path)
+    if isinstance(record, dict) and isinstance(record.get("sha256"), str):
+        known: str = record["sha256"]
+        if record == _identity(path, known):
+            return known
+    found = sha256_of(path, progress)
+    remember(path, found)
+    return found
+
+
 def remember(path: Path, sha256: str) -> None:
     """Note that a file, as it is now, has this hash."""
     record = _record(path)

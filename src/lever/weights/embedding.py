@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lever.gguf import TensorInfo
-from lever.pages import PAGE, Pages, round_up
+from lever.pages import Pages, round_up
 from lever.weights.reader import DirectFile
 from lever.weights.units import row_nbytes
 
@@ -22,7 +22,7 @@ class EmbeddingRows:
         self._file = file
         self._row_bytes = row_nbytes(table)
         self._rows = Pages(n_rows * self._row_bytes)
-        self._scratch = Pages(self._row_bytes + 2 * PAGE)
+        self._scratch = Pages(round_up(self._row_bytes, file.grain) + file.grain)
 
     @property
     def address(self) -> int:
@@ -35,9 +35,9 @@ class EmbeddingRows:
         return self._rows.nbytes
 
     @staticmethod
-    def nbytes(table: TensorInfo, n_rows: int) -> int:
+    def nbytes(table: TensorInfo, n_rows: int, grain: int) -> int:
         """Bytes that it takes, before there is one."""
-        return round_up(n_rows * row_nbytes(table)) + round_up(row_nbytes(table) + 2 * PAGE)
+        return round_up(n_rows * row_nbytes(table)) + round_up(row_nbytes(table), grain) + grain
 
     def load(self, tokens: Sequence[int]) -> NDArray[np.int32]:
         """Read the rows of `tokens`, each distinct one once; returns which loaded row each token has."""
@@ -54,7 +54,7 @@ class EmbeddingRows:
 
     def _read_row(self, token: int, at: int) -> None:
         start = self.table.offset + token * self._row_bytes
-        lead = start % PAGE
-        span = self._scratch.bytes.data[: round_up(lead + self._row_bytes)]
+        lead = start % self._file.grain
+        span = self._scratch.bytes.data[: round_up(lead + self._row_bytes, self._file.grain)]
         self._file.read_exactly(span, start - lead, lead + self._row_bytes)
         self._rows.bytes[at : at + self._row_bytes] = self._scratch.bytes[lead : lead + self._row_bytes]

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lever.arch import ModelConfig, layer_tensors
 from lever.gguf import GGUF
 from lever.memory import does_not_fit
+from lever.pages import PAGE
 from lever.weights.store import MIN_SLOTS
 from lever.weights.units import Unit, bands, unit
 
 PROJECTION = "output projection"
 PINNED, RING, SMALL = "pinned layers", "ring", "norms"
+SHARES = 512  # of the layers' bytes that are tried, from all to none
 
 
 @dataclass(frozen=True, slots=True)
 class ModelUnits:
-    """A model's weights in streaming order: layers, bands of the output projection, then what is always pinned."""
+    """A model's weights in streaming order: layers, bands of the output projection, then what is always pinned.
+
+    A layer is one unit, or two: what is streamed, and what stays in memory.
+    """
 
     units: tuple[Unit, ...]
-    layers: range  # indices of the layers
+    layers: tuple[tuple[int, ...], ...]  # indices of the units of each layer
     projection: range  # indices of the bands
     small: int  # index of the unit with the final norm and the RoPE factors
+    grain: int = PAGE  # what is read is a multiple of this
+
+    @property
+    def layers_nbytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(self.units[index].nbytes for layer in self.layers for index in layer)
 
     @property
     def projection_nbytes(self) -> int:
@@ -35,25 +47,35 @@ class ModelUnits:
         return tuple(self.units[index].places[0].tensor.shape[1] for index in self.projection)
 
 
-def model_units(gguf: GGUF, config: ModelConfig) -> ModelUnits:
-    """The units of a model. They depend on its file alone."""
+def model_units(gguf: GGUF, config: ModelConfig, grain: int = PAGE) -> ModelUnits:
+    """The units of a model, each layer in one. They depend on its file alone."""
     tensors = gguf.tensors
     layers = [
-        unit(f"blk.{layer}", [tensors[name] for name in layer_tensors(config, layer)])
+        unit(f"blk.{layer}", [tensors[name] for name in layer_tensors(config, layer)], grain)
         for layer in range(config.n_layers)
     ]
     matrix = tensors["token_embd.weight" if config.tied_output else "output.weight"]
-    projection = bands(matrix, max(layer.nbytes for layer in layers))
+    projection = bands(matrix, max(layer.nbytes for layer in layers), grain)
     names = ["output_norm.weight"] + ["rope_freqs.weight"] * config.has_rope_freqs
-    small = unit("norms", [tensors[name] for name in names])
-    n, m = len(layers), len(projection)
-    return ModelUnits((*layers, *projection, small), range(n), range(n, n + m), n + m)
+    small = unit("norms", [tensors[name] for name in names], grain)
+    return _in_order([(layer,) for layer in layers], projection, small, grain)
+
+
+def _in_order(layers: Sequence[tuple[Unit, ...]], projection: Sequence[Unit], small: Unit, grain: int) -> ModelUnits:
+    ends = [0]
+    for parts in layers:
+        ends.append(ends[-1] + len(parts))
+    n, m = ends[-1], len(projection)
+    units = (*(part for parts in layers for part in parts), *projection, small)
+    indices = tuple(tuple(range(a, b)) for a, b in pairwise(ends))
+    return ModelUnits(units, indices, range(n, n + m), n + m, grain)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What stays in memory, what is streamed, and how many bytes each part of the process takes."""
 
+    units: ModelUnits  # layers cut where their pinned part begins
     pinned: frozenset[int]  # indices of units
     n_slots: int  # of the ring; 0 when nothing is streamed
     parts: Mapping[str, int]  # bytes by name
@@ -64,6 +86,16 @@ class Plan:
         """Planned bytes of the whole process."""
         return sum(self.parts.values())
 
+    @property
+    def bytes_per_pass(self) -> int:
+        """Bytes that a pass over all layers and the projection reads."""
+        return sum(unit.nbytes for index, unit in enumerate(self.units.units) if index not in self.pinned)
+
+    @property
+    def pinned_share(self) -> float:
+        """Share of the layers' bytes that stay in memory, 0 to 1."""
+        return self.parts[PINNED] / self.units.layers_nbytes
+
 
 def make_plan(
     units: ModelUnits,
@@ -73,40 +105,91 @@ def make_plan(
     pin_percent: float | None = None,
     n_slots: int = MIN_SLOTS,
 ) -> Plan:
-    """Spend `budget` bytes: the fixed parts, a ring, the projection, then as many layers as fit, evenly spread.
+    """Spend `budget` bytes: the fixed parts, a ring, the projection, then as much of the layers as fits.
 
-    `pin_percent` asks for that share of the layers, and the projection takes what is left. DoesNotFit when even the
-    least does not fit.
+    Each layer keeps about the same share, so that every layer's reads take as long as the next one's; what is kept are
+    whole tensors, the last ones of a layer in its file. `pin_percent` asks for a share of the layers' bytes, and the
+    projection takes what is left. DoesNotFit when even the least does not fit.
     """
     fixed = {**fixed, SMALL: units.units[units.small].nbytes}
+    cuts = _Cuts(units)
     if pin_percent is None:
-        plans = (_plan(units, fixed, budget, n, n_slots) for n in range(len(units.layers), -1, -1))
-        plan = next((plan for plan in plans if plan.pinned.issuperset(units.projection)), None)
-        plan = plan or _plan(units, fixed, budget, 0, n_slots)
+        ways = [_spend(cuts, fixed, budget, cuts.at(share / SHARES), n_slots) for share in range(SHARES, -1, -1)]
+        way = next((way for way in ways if way.n_bands == len(units.projection)), ways[-1])
     else:
-        plan = _plan(units, fixed, budget, round(len(units.layers) * pin_percent / 100), n_slots)
-    if plan.total > budget:
-        raise does_not_fit(plan.parts, budget)
-    return plan
+        way = _spend(cuts, fixed, budget, cuts.at(pin_percent / 100), n_slots)
+    if sum(way.parts.values()) > budget:
+        raise does_not_fit(way.parts, budget)
+    cut = _cut(units, way.cuts)
+    pinned = {layer[-1] for layer, n in zip(cut.layers, way.cuts, strict=True) if n < cuts.n_tensors}
+    pinned |= {*cut.projection[: way.n_bands], cut.small}
+    streams = len(pinned) < len(cut.units)
+    return Plan(cut, frozenset(pinned), n_slots if streams else 0, way.parts, budget)
 
 
-def evenly_spread(n_pinned: int, n: int) -> tuple[int, ...]:
-    """`n_pinned` of n indices, as evenly as whole numbers allow, so that reads are never asked for in a burst."""
-    return tuple((2 * i + 1) * n // (2 * n_pinned) for i in range(n_pinned))
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One way to spend the budget: tensors that each layer streams, bands of the projection that stay."""
+
+    cuts: tuple[int, ...]
+    n_bands: int
+    parts: Mapping[str, int]
 
 
-def _plan(units: ModelUnits, fixed: Mapping[str, int], budget: int, n_pinned: int, n_slots: int) -> Plan:
-    """The plan with `n_pinned` layers pinned, and the projection as far as it fits beside them."""
-    layers = evenly_spread(n_pinned, len(units.layers))
-    parts = {**fixed, PINNED: sum(units.units[i].nbytes for i in layers)}
-    everything = {*units.layers, *units.projection}
-    projection = set(units.projection)
-    while True:
-        streamed = everything - projection - set(layers)
-        ring = n_slots * max((units.units[i].nbytes for i in streamed), default=0)
-        parts[PROJECTION] = sum(units.units[i].nbytes for i in projection)
-        parts[RING] = ring
-        if sum(parts.values()) <= budget or not projection:
-            pinned = frozenset({*layers, *projection, units.small})
-            return Plan(pinned, n_slots if streamed else 0, dict(parts), budget)
-        projection.remove(max(projection))
+def _spend(cuts: _Cuts, fixed: Mapping[str, int], budget: int, streamed: tuple[int, ...], n_slots: int) -> _Way:
+    """With these cuts, and the projection as far as it fits beside them."""
+    largest_part, pinned = cuts.sizes(streamed)
+    bands = [cuts.units.units[index].nbytes for index in cuts.units.projection]
+    for n_bands in range(len(bands), -1, -1):
+        ring = n_slots * max(largest_part, *bands[n_bands:], 0)
+        parts = {**fixed, PINNED: pinned, PROJECTION: sum(bands[:n_bands]), RING: ring}
+        if sum(parts.values()) <= budget:
+            break
+    return _Way(streamed, n_bands, parts)
+
+
+class _Cuts:
+    """Where layers can be cut: before each of their tensors, in the order of their file."""
+
+    def __init__(self, units: ModelUnits) -> None:
+        self.units = units
+        layers = [units.units[index] for (index,) in units.layers]
+        self.n_tensors = len(layers[0].places)
+        self._nbytes = [layer.nbytes for layer in layers]
+        self._streamed = [[0, *(_part(layer, 0, n, units.grain).nbytes for n in self._range())] for layer in layers]
+        self._pinned = [
+            [*(_part(layer, n - 1, None, units.grain).nbytes for n in self._range()), 0] for layer in layers
+        ]
+
+    def at(self, share: float) -> tuple[int, ...]:
+        """The number of tensors that each layer streams, when up to this share of all bytes before it is kept."""
+        cuts, total, kept = [], 0, 0
+        for nbytes, pinned in zip(self._nbytes, self._pinned, strict=True):
+            total += nbytes
+            room = total - kept if share >= 1 else share * total - kept
+            cuts.append(next(n for n, size in enumerate(pinned) if size <= room))
+            kept += pinned[cuts[-1]]
+        return tuple(cuts)
+
+    def sizes(self, cuts: tuple[int, ...]) -> tuple[int, int]:
+        """Bytes of the largest streamed part of a layer, and of all pinned parts together."""
+        streamed = max(sizes[n] for sizes, n in zip(self._streamed, cuts, strict=True))
+        return streamed, sum(sizes[n] for sizes, n in zip(self._pinned, cuts, strict=True))
+
+    def _range(self) -> range:
+        return range(1, self.n_tensors + 1)
+
+
+def _cut(units: ModelUnits, cuts: tuple[int, ...]) -> ModelUnits:
+    """The same model with its layers cut."""
+    layers = []
+    for (index,), n in zip(units.layers, cuts, strict=True):
+        layer = units.units[index]
+        ends = ((0, n), (n, len(layer.places)))
+        layers.append(tuple(_part(layer, a, b, units.grain) for a, b in ends if a < b))
+    projection = [units.units[index] for index in units.projection]
+    return _in_order(layers, projection, units.units[units.small], units.grain)
+
+
+def _part(layer: Unit, first: int, last: int | None, grain: int) -> Unit:
+    return unit(layer.name, [place.tensor for place in layer.places[first:last]], grain)

@@ -8,14 +8,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from lever.errors import StorageError
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from lever.errors import DamagedImage, StorageError
 from lever.owner import Owner
 from lever.pages import PAGE, Pages
-
-# Bytes of one read. 4 MiB reach the full rate of an idle machine; when its cores are busy, each read that has ended
-# waits for a core before the next can start, and larger ones keep the device occupied meanwhile. But the one row of the
-# embedding that each pass begins with queues behind the read in flight: 32 MiB cost it 10 ms on average.
-BLOCK = 8 << 20
 
 # preadv with one buffer; replaced in tests by readers that fail.
 ReadInto = Callable[[int, memoryview, int], int]
@@ -30,12 +29,14 @@ class DirectFile(Owner):
     """One open file for aligned reads with O_DIRECT, or buffered where the file system refuses it.
 
     `direct` says which, `reason` why not; both reach the user through the figures of a run. A buffered file drops what
-    it has read from the page cache, so that the memory it uses stays what the budget says.
+    it has read from the page cache, so that the memory it uses stays what the budget says. Several threads may read.
     """
 
-    def __init__(self, path: Path, read: ReadInto = read_into) -> None:
+    grain = PAGE  # offsets and lengths of reads are multiples of this
+
+    def __init__(self, path: Path, read: ReadInto | None = None) -> None:
         self.path = path
-        self._read = read
+        self._read = read = read or read_into
         self._fd = -1
         self.reason: str | None = None
         try:
@@ -51,19 +52,19 @@ class DirectFile(Owner):
         return self.reason is None
 
     def read(self, view: memoryview, offset: int) -> int:
-        """Fill `view`, page-aligned like `offset` and a multiple of a page long; stops early only at the file's end.
+        """Fill `view`, page-aligned, a multiple of the grain long like `offset`; stops early only at the file's end.
 
         Returns the bytes that came. Short reads are continued: an interrupted or capped read is not the end.
         StorageError for what the device reports, with file and offset.
         """
-        assert offset % PAGE == 0
-        assert len(view) % PAGE == 0
+        assert offset % self.grain == 0
+        assert len(view) % self.grain == 0
         assert ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE == 0
         wanted = min(len(view), self.size - offset)  # not a byte beyond the end: some devices refuse to say "none"
         done = 0
         while done < wanted:
             try:
-                count = self._read(self._fd, view[done : done + BLOCK], offset + done)
+                count = self._read(self._fd, view[done:], offset + done)
             except OSError as error:
                 what = error.strerror or str(error)
                 raise StorageError(f"reading {self.path} failed at byte {offset + done}: {what}") from error
@@ -88,6 +89,39 @@ class DirectFile(Owner):
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class CheckedFile(DirectFile):
+    """A file whose blocks have checksums: each is checked when it first comes, and then trusted while it stays open.
+
+    Block i is the bytes [i * BLOCK_BYTES, (i + 1) * BLOCK_BYTES) of the file and `checksums[i]` their XXH3-64.
+    """
+
+    BLOCK_BYTES = 64 << 10
+    grain = BLOCK_BYTES
+
+    def __init__(self, path: Path, checksums: NDArray[np.uint64], read: ReadInto | None = None) -> None:
+        super().__init__(path, read)
+        self._checksums = checksums
+        self._trusted = np.zeros(len(checksums), bool)
+
+    def read(self, view: memoryview, offset: int) -> int:
+        """As `DirectFile.read`; DamagedImage for a block that is not what was written, with block and file."""
+        done = super().read(view, offset)
+        first = offset // self.BLOCK_BYTES
+        for block in range(first, first + done // self.BLOCK_BYTES):
+            if not self._trusted[block]:
+                self._check(block, view[(block - first) * self.BLOCK_BYTES :][: self.BLOCK_BYTES])
+        return done
+
+    def _check(self, block: int, data: memoryview) -> None:
+        if xxhash.xxh3_64_intdigest(data) != self._checksums[block]:
+            start = block * self.BLOCK_BYTES
+            raise DamagedImage(
+                f"{self.path} is damaged: block {block} (bytes {start} to {start + self.BLOCK_BYTES}) is not what was "
+                "written: pack it again with lever pack --force, and look after the storage if it happens again"
+            )
+        self._trusted[block] = True
 
 
 def _resume_at(done: int, count: int, end: int) -> int:

@@ -1,8 +1,8 @@
 """Units from flash to memory, always one step ahead. Reads in a circle; knows nothing of what a unit is for.
 
-One reader thread fills the slots of a ring with the units that are not pinned, in their order, round and round, and
-waits only while every slot is full, or after a read that failed. So storage stays busy while the caller computes,
-samples, or waits for a person.
+Reader threads fill the slots of a ring with the units that are not pinned, in their order, round and round, and wait
+only while every slot is full, or after a read that failed. So storage stays busy while the caller computes, samples, or
+waits for a person. Two threads keep a read in flight while the other's, which has ended, waits for a core.
 """
 
 from __future__ import annotations
@@ -11,51 +11,95 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
 
-from lever.errors import LeverError, StorageError
+import numpy as np
+from numpy.typing import NDArray
+
+from lever.errors import LeverError
 from lever.owner import Owner
 from lever.pages import Pages
-from lever.weights.reader import BLOCK, DirectFile
-from lever.weights.units import Unit
+from lever.weights.reader import DirectFile
+from lever.weights.units import Extent, Unit
 
 MIN_SLOTS = 3
+# Bytes of one read. 4 MiB reach the full rate of an idle machine; when its cores are busy, each read that has ended
+# waits for a core before the next can start, and larger ones keep the device occupied meanwhile. But the one row of the
+# embedding that each pass begins with queues behind the read in flight: 32 MiB cost it 10 ms on average.
+BLOCK = 8 << 20
+DEPTH = 2  # reads in flight
+
+
+class Memory(Protocol):
+    """Page-aligned memory, whoever has allocated it."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def bytes(self) -> NDArray[np.uint8]: ...
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
 class StoreStats:
-    """Figures since the store was opened; bytes and seconds. Written by one thread each."""
+    """Figures since the store was opened; bytes and seconds."""
 
-    read_bytes: int = 0  # by the reader thread
-    read_s: float = 0.0  # that the reader thread spent inside reads
+    read_bytes: int = 0
+    read_s: float = 0.0  # with at least one read in flight
     stall_s: float = 0.0  # that the caller waited for a unit
 
 
 @dataclass(slots=True)
 class _Slot:
-    pages: Pages
-    unit: int = -1  # index of the unit it holds
-
-
-@dataclass(slots=True)
-class _Ring:
-    """What both threads share, under one lock."""
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    free: deque[_Slot] = field(default_factory=deque)
-    filled: deque[_Slot] = field(default_factory=deque)
-    next_unit: int = 0  # position in the circle that the reader fills next
-    epoch: int = 0  # a new one voids what the reader is doing
+    memory: Memory
+    unit: int = -1  # index of the unit it holds, or will hold
+    pieces: Sequence[_Piece] = ()  # of that unit
+    begun: int = 0  # pieces that are read or being read
+    ended: int = 0  # pieces that are there
+    in_flight: int = 0
     failure: LeverError | None = None
-    closed: bool = False
+    void: bool = False  # given up: free once nothing is in flight
+
+    @property
+    def full(self) -> bool:
+        return self.ended == len(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One read: at most a block of an extent."""
+
+    view: memoryview
+    file: int
+    offset: int
+    needed: int
+
+
+class _Ring:
+    """What the threads share, under one lock."""
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        self.work = threading.Condition(lock)  # there may be something to read
+        self.ready = threading.Condition(lock)  # there may be a unit to hand out
+        self.free: deque[_Slot] = deque()
+        self.coming: deque[_Slot] = deque()  # in the order of the circle; all but the last few are full
+        self.next_unit = 0  # position in the circle that the next free slot is for
+        self.failed = False  # a slot has a failure: no new reads until the caller has seen it
+        self.in_flight = 0
+        self.busy_since = 0.0
+        self.closed = False
 
 
 class Store(Owner):
     """The units of a model: some pinned in memory, the others streamed through `n_slots` slots.
 
     `hold(i)` gives the address of unit i, waiting for its bytes; `release` of that address gives the slot back to the
-    reader. The reader assumes that units are asked for in order and in a circle; asking for another one is right, only
-    slower. Not thread-safe: one caller. StorageError from `hold` leaves the store usable; the next `hold` reads anew.
+    readers. They assume that units are asked for in order and in a circle; asking for another one is right, only
+    slower. Not thread-safe: one caller. An error from `hold` leaves the store usable; the next `hold` reads anew.
     """
 
     def __init__(
@@ -65,21 +109,27 @@ class Store(Owner):
         pinned: Collection[int] = (),
         n_slots: int = MIN_SLOTS,
         *,
+        block: int = BLOCK,
+        depth: int = DEPTH,
+        memory: Callable[[int], Memory] = Pages,
         on_pinned: Callable[[int], None] = lambda _nbytes: None,
     ) -> None:
         self.units = tuple(units)
         self.stats = StoreStats()
         self._files = tuple(files)
+        self._block = block
+        self._memory = memory
         self._circle = [index for index in range(len(units)) if index not in pinned]
         self._place_in_circle = {unit: place for place, unit in enumerate(self._circle)}
-        self._pinned: dict[int, Pages] = {}
+        self._pinned: dict[int, Memory] = {}
         self._held: dict[int, _Slot] = {}  # by address
+        self._pieces: dict[tuple[int, int], Sequence[_Piece]] = {}  # by unit and address: cut once
         self._ring = _Ring()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         try:
             self._pin(pinned, on_pinned)
             if self._circle:
-                self._open_ring(n_slots)
+                self._open_ring(n_slots, depth)
         except BaseException:
             self.close()
             raise
@@ -131,136 +181,183 @@ class Store(Owner):
         """The unit that was held at this address is not needed any more in this pass."""
         slot = self._held.pop(address, None)
         if slot is not None:
-            with self._ring.changed:
+            with self._ring.work:
                 self._ring.free.append(slot)
-                self._ring.changed.notify_all()
+                self._ring.work.notify()
 
     def close(self) -> None:
-        """Stop the reader, let go of all memory, close the files. Addresses become invalid. Safe to call twice."""
-        with self._ring.changed:
-            self._ring.closed = True
-            self._ring.changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        for slot in (*self._ring.free, *self._ring.filled, *self._held.values()):
-            slot.pages.close()
-        self._ring.filled.clear()
-        for pages in self._pinned.values():
-            pages.close()
+        """Stop the readers, let go of all memory, close the files. Addresses become invalid. Safe to call twice."""
+        ring = self._ring
+        with ring.work:
+            ring.closed = True
+            ring.work.notify_all()
+            ring.ready.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        self._pieces.clear()
+        slots = (*ring.free, *ring.coming, *self._held.values())
+        ring.free.clear()
+        ring.coming.clear()
+        for slot in slots:
+            slot.pieces = ()
+            slot.memory.close()
+        for memory in self._pinned.values():
+            memory.close()
         for file in self._files:
             file.close()
 
     def _pin(self, pinned: Collection[int], on_pinned: Callable[[int], None]) -> None:
         for index in sorted(pinned):
-            pages = self._pinned[index] = Pages(self.units[index].nbytes)
-            for _ in self._read_unit(index, pages):
-                pass
+            memory = self._pinned[index] = self._memory(self.units[index].nbytes)
+            for piece in self._cut(index, memory):
+                self._read(index, piece)
             on_pinned(self.units[index].nbytes)
 
-    def _open_ring(self, n_slots: int) -> None:
+    def _open_ring(self, n_slots: int, depth: int) -> None:
         assert n_slots >= MIN_SLOTS
         largest = max(self.units[index].nbytes for index in self._circle)
         for _ in range(n_slots):
-            self._ring.free.append(_Slot(Pages(largest)))
-        self._thread = threading.Thread(target=self._read_on, name="lever-reader", daemon=True)
-        self._thread.start()
+            self._ring.free.append(_Slot(self._memory(largest)))
+        for number in range(depth):
+            thread = threading.Thread(target=self._read_on, name=f"lever-reader-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _cut(self, index: int, memory: Memory) -> Sequence[_Piece]:
+        """The reads that bring a unit into this memory."""
+        view = memory.bytes.data
+        return [
+            _Piece(
+                view[extent.at + done : extent.at + done + nbytes],
+                extent.file,
+                extent.offset + done,
+                min(extent.needed - done, nbytes),
+            )
+            for extent in self.units[index].extents
+            for done, nbytes in _blocks(extent, self._block)
+        ]
+
+    def _read(self, index: int, piece: _Piece) -> None:
+        try:
+            self._files[piece.file].read_exactly(piece.view, piece.offset, piece.needed)
+        except LeverError as error:
+            raise type(error)(f"{self.units[index].name}: {error}") from error
 
     # The caller's side
 
     def _take(self, index: int) -> int:
         ring = self._ring
-        with ring.changed:
+        with ring.ready:
             if not self._is_coming(index):
                 self._restart_at(index)
-            while not ring.filled and ring.failure is None:
+            while not (ring.coming and (ring.coming[0].full or ring.coming[0].failure)):
                 assert not ring.closed, "the store is closed, or its reader died"
-                ring.changed.wait()
-            if not ring.filled:
-                raise self._failure_at(index)
-            slot = ring.filled[0]
-            self._held[slot.pages.address] = slot
-            ring.filled.popleft()
-            return slot.pages.address
+                ring.ready.wait()
+            slot = ring.coming[0]
+            if slot.failure is not None:
+                self._restart_at(index)  # the readers try again meanwhile
+                raise slot.failure
+            self._held[slot.memory.address] = slot
+            ring.coming.popleft()
+            return slot.memory.address
 
     def _is_coming(self, index: int) -> bool:
         """Whether the next slot to be handed out will hold this unit. What failed before it was asked for may not."""
         ring = self._ring
-        if ring.filled:
-            return ring.filled[0].unit == index
-        return self._circle[ring.next_unit] == index and ring.failure is None
-
-    def _failure_at(self, index: int) -> LeverError:
-        """What kept the reader from this unit; it tries again meanwhile."""
-        failure = self._ring.failure
-        assert failure is not None
-        self._restart_at(index)
-        return failure
+        if ring.coming:
+            return ring.coming[0].unit == index and ring.coming[0].failure is None
+        return self._circle[ring.next_unit] == index
 
     def _restart_at(self, index: int) -> None:
         ring = self._ring
-        while ring.filled:
-            ring.free.append(ring.filled.popleft())
+        while ring.coming:
+            slot = ring.coming.popleft()
+            slot.void = slot.in_flight > 0  # then the last of its reads frees it
+            if not slot.void:
+                ring.free.append(slot)
         ring.next_unit = self._place_in_circle[index]
-        ring.epoch += 1
-        ring.failure = None
-        ring.changed.notify_all()
+        ring.failed = False
+        ring.work.notify_all()
 
-    # The reader's side
+    # The readers' side
 
     def _read_on(self) -> None:
         try:
-            self._read_in_a_circle()
+            while (task := self._next_task()) is not None:
+                slot, piece = task
+                failure: LeverError | None = None
+                try:
+                    self._read(slot.unit, piece)
+                except LeverError as error:
+                    failure = error
+                self._ended(slot, piece, failure)
         finally:  # whatever ended it: nobody shall wait for it
-            with self._ring.changed:
+            with self._ring.ready:
                 self._ring.closed = True
-                self._ring.changed.notify_all()
+                self._ring.ready.notify_all()
+                self._ring.work.notify_all()
 
-    def _read_in_a_circle(self) -> None:
+    def _next_task(self) -> tuple[_Slot, _Piece] | None:
+        """The next piece of the circle and where it goes, waiting for room; None when the store closes."""
         ring = self._ring
-        while True:
-            with ring.changed:
-                while not ring.closed and (not ring.free or ring.failure is not None):
-                    ring.changed.wait()
-                if ring.closed:
-                    return
-                slot = ring.free.popleft()
-                epoch, slot.unit = ring.epoch, self._circle[ring.next_unit]
-            failure = self._fill(slot, epoch)
-            with ring.changed:
-                if failure is not None and epoch == ring.epoch:
-                    ring.failure = failure
-                if failure is None and epoch == ring.epoch:
-                    ring.filled.append(slot)
-                    ring.next_unit = (ring.next_unit + 1) % len(self._circle)
-                else:
-                    ring.free.append(slot)
-                ring.changed.notify_all()
-
-    def _fill(self, slot: _Slot, epoch: int) -> LeverError | None:
-        """Read the slot's unit; gives up between blocks when the epoch is over or the store closes."""
-        started = time.perf_counter()
-        try:
-            for nbytes in self._read_unit(slot.unit, slot.pages):
-                self.stats.read_bytes += nbytes
-                if self._ring.closed or self._ring.epoch != epoch:
-                    break
-        except LeverError as error:
-            return error
-        finally:
-            self.stats.read_s += time.perf_counter() - started
+        with ring.work:
+            while not ring.closed:
+                slot = self._slot_to_fill()
+                if slot is not None:
+                    piece = slot.pieces[slot.begun]
+                    slot.begun += 1
+                    slot.in_flight += 1
+                    if ring.in_flight == 0:
+                        ring.busy_since = time.perf_counter()
+                    ring.in_flight += 1
+                    ring.work.notify()  # the next piece is for another thread
+                    return slot, piece
+                ring.work.wait()
         return None
 
-    def _read_unit(self, index: int, pages: Pages) -> Iterator[int]:
-        """Read a unit's extents block by block; yields the bytes of each."""
-        memory = pages.bytes.data
-        unit = self.units[index]
-        for extent in unit.extents:
-            for done in range(0, extent.nbytes, BLOCK):
-                nbytes = min(BLOCK, extent.nbytes - done)
-                view = memory[extent.at + done : extent.at + done + nbytes]
-                try:
-                    self._files[extent.file].read_exactly(view, extent.offset + done, min(extent.needed - done, nbytes))
-                except StorageError as error:
-                    raise StorageError(f"{unit.name}: {error}") from error
-                yield nbytes
+    def _slot_to_fill(self) -> _Slot | None:
+        ring = self._ring
+        if ring.failed:
+            return None
+        if ring.coming and ring.coming[-1].begun < len(ring.coming[-1].pieces):
+            return ring.coming[-1]
+        if not ring.free:
+            return None
+        slot = ring.free.popleft()
+        unit = self._circle[ring.next_unit]
+        key = (unit, slot.memory.address)
+        if key not in self._pieces:
+            self._pieces[key] = self._cut(unit, slot.memory)
+        slot.unit, slot.pieces, slot.begun, slot.ended, slot.failure = unit, self._pieces[key], 0, 0, None
+        ring.coming.append(slot)
+        ring.next_unit = (ring.next_unit + 1) % len(self._circle)
+        return slot
+
+    def _ended(self, slot: _Slot, piece: _Piece, failure: LeverError | None) -> None:
+        ring = self._ring
+        with ring.ready:
+            slot.in_flight -= 1
+            ring.in_flight -= 1
+            if ring.in_flight == 0:
+                self.stats.read_s += time.perf_counter() - ring.busy_since
+            if failure is None:
+                self.stats.read_bytes += len(piece.view)
+            if slot.void:
+                if slot.in_flight == 0:
+                    slot.void = False
+                    ring.free.append(slot)
+                    ring.work.notify_all()
+                return
+            if failure is None:
+                slot.ended += 1
+            else:
+                slot.failure, ring.failed = failure, True
+            if failure is not None or slot.full:
+                ring.ready.notify()
+
+
+def _blocks(extent: Extent, block: int) -> Iterator[tuple[int, int]]:
+    """Start in the extent and bytes of each of its reads."""
+    for done in range(0, extent.nbytes, block):
+        yield done, min(block, extent.nbytes - done)

@@ -1,0 +1,178 @@
+"""What stands in an image, and where: tensors in the order in which passes use them, and the header. Writes nothing."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from lever.arch import ModelConfig, layer_tensors
+from lever.ggml import Library
+from lever.ggml.layout import fingerprint, takes_repacked
+from lever.gguf import GGUF, IMAGE_CHECKSUMS, IMAGE_PREFIX, TYPES, TensorInfo
+from lever.pages import round_up
+from lever.weights.image import KEY, TYPE_IDS, VERSION
+from lever.weights.reader import CheckedFile
+
+BLOCK = CheckedFile.BLOCK_BYTES
+Q4_0, I64 = TYPE_IDS["Q4_0"], TYPE_IDS["I64"]
+GGUF_VERSION, ALIGNMENT = 3, 64
+UINT32, STRING, ARRAY, UINT64 = 4, 8, 9, 10  # value types of GGUF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackSettings:
+    """What an image holds.
+
+    type "keep" copies each matrix in its own type; "q4_0" requantises the matrices of the layers, which is nearly all
+    that a pass reads. The output projection and the embedding keep theirs: see docs/log.md for what that is worth.
+    layout "auto" writes each matrix as the fastest kernels of this CPU want it; "plain" runs on every CPU.
+    """
+
+    type: Literal["keep", "q4_0"] = "keep"
+    layout: Literal["auto", "plain"] = "auto"
+    dram: int  # bytes that the process may hold
+    n_threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the image, and where it comes from."""
+
+    source: TensorInfo
+    name: str
+    kind: int
+    repacked: bool
+    offset: int = 0  # in the image's file
+
+    @property
+    def tensor(self) -> TensorInfo:
+        """As it lies in the image."""
+        info = TYPES[self.kind]
+        nbytes = int(np.prod(self.source.shape)) // info.block * info.nbytes
+        return TensorInfo(self.name, self.source.shape, self.kind, 0, self.offset, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The whole file: the bytes of its header, then entries at their offsets, the checksums last."""
+
+    header: bytes
+    entries: tuple[Entry, ...]
+    checksums: Entry
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self.checksums.offset + self.checksums.tensor.nbytes
+
+
+def _groups(ggml: Library, gguf: GGUF, config: ModelConfig, settings: PackSettings) -> Iterator[list[Entry]]:
+    """Tensors in the order in which passes use them, in groups that are read together.
+
+    The vectors of a layer come first: what stays in memory of a layer are its last tensors, and those shall be large.
+    """
+
+    def entry(name: str, kind: int | None = None, *, plain: bool = False, called: str | None = None) -> Entry:
+        source = gguf.tensors[name]
+        kind = source.type if kind is None else kind
+        repacked = settings.layout == "auto" and not plain and takes_repacked(ggml, kind, source.shape)
+        return Entry(source, called or name, kind, repacked)
+
+    for layer in range(config.n_layers):
+        tensors = [gguf.tensors[name] for name in layer_tensors(config, layer)]
+        group = [entry(tensor.name) for tensor in tensors if len(tensor.shape) == 1]
+        yield group + [entry(t.name, _type_of(t, settings)) for t in tensors if len(t.shape) == 2]
+    projection = entry("token_embd.weight" if config.tied_output else "output.weight", called="output.weight")
+    if projection.repacked or not config.tied_output:
+        yield [projection]
+    yield [entry(name) for name in ("output_norm.weight", "rope_freqs.weight") if name in gguf.tensors]
+    yield [entry("token_embd.weight", plain=True)]  # its rows are read one by one
+
+
+def _type_of(tensor: TensorInfo, settings: PackSettings) -> int:
+    fits = tensor.shape[0] % TYPES[Q4_0].block == 0
+    return Q4_0 if settings.type == "q4_0" and fits else tensor.type
+
+
+def contents_of(
+    ggml: Library, gguf: GGUF, config: ModelConfig, settings: PackSettings, *, name: str, sha256: str
+) -> Contents:
+    """The image of a model, called `name`, whose files have this hash."""
+    groups = list(_groups(ggml, gguf, config, settings))
+    entries = [entry for group in groups for entry in group]
+    pairs = [*_metadata(ggml, gguf, settings, name, sha256), *_layouts(ggml, entries)]
+    checksums = Entry(TensorInfo(IMAGE_CHECKSUMS, (1,), I64, 0, 0, 0), IMAGE_CHECKSUMS, I64, False)
+    size = len(_header(pairs, [*entries, checksums], 0))
+    end, placed = size, []
+    for group in groups:
+        end = round_up(end, BLOCK)
+        for entry in group:
+            end = round_up(end, ALIGNMENT)
+            placed.append(replace(entry, offset=end))
+            end += entry.tensor.nbytes
+    end = round_up(end, BLOCK)
+    source = replace(checksums.source, shape=(end // BLOCK + 1,))
+    checksums = replace(checksums, source=source, offset=end)
+    header = _header(pairs, [*placed, checksums], round_up(size, ALIGNMENT))
+    return Contents(header, tuple(placed), checksums)
+
+
+def _metadata(ggml: Library, gguf: GGUF, settings: PackSettings, name: str, sha256: str) -> list[tuple[str, bytes]]:
+    """Keys and their encoded values: those of the source byte for byte, then the image's own."""
+    changed = {"general.architecture", "general.alignment", "split.no", "split.count", "split.tensors.count"}
+    with gguf.files[0].open("rb") as file:
+        kept = []
+        for key, place in gguf.places.items():
+            file.seek(place.start)
+            if key not in changed:
+                kept.append((key, file.read(len(place))))
+    return [
+        ("general.architecture", _string_value(IMAGE_PREFIX + gguf.architecture)),
+        ("general.alignment", struct.pack("<II", UINT32, ALIGNMENT)),
+        *kept,
+        (f"{KEY}version", struct.pack("<II", UINT32, VERSION)),
+        (f"{KEY}type", _string_value(settings.type)),
+        (f"{KEY}layout", _string_value(settings.layout)),
+        (f"{KEY}ggml", _string_value(ggml.version_text)),
+        (f"{KEY}source.name", _string_value(name)),
+        (f"{KEY}source.bytes", struct.pack("<IQ", UINT64, gguf.size)),
+        (f"{KEY}source.sha256", _string_value(sha256)),
+    ]
+
+
+def _layouts(ggml: Library, entries: Sequence[Entry]) -> list[tuple[str, bytes]]:
+    """Which tensors are repacked, and what the layout of their types is."""
+    repacked = [entry for entry in entries if entry.repacked]
+    kinds = sorted({entry.kind for entry in repacked})
+    return [
+        (f"{KEY}layouts", _strings([f"{TYPES[kind].name}={fingerprint(ggml, kind)}" for kind in kinds])),
+        (f"{KEY}repacked", _strings([entry.name for entry in repacked])),
+    ]
+
+
+def _header(pairs: Sequence[tuple[str, bytes]], entries: Sequence[Entry], start: int) -> bytes:
+    """The header of a GGUF whose data begins at `start`."""
+    parts = [b"GGUF", struct.pack("<IQQ", GGUF_VERSION, len(entries), len(pairs))]
+    parts += [_string(key) + value for key, value in pairs]
+    for tensor in (entry.tensor for entry in entries):
+        n = len(tensor.shape)
+        place = struct.pack(f"<I{n}QIQ", n, *tensor.shape, tensor.type, max(tensor.offset - start, 0))
+        parts.append(_string(tensor.name) + place)
+    return b"".join(parts)
+
+
+def _string(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _string_value(text: str) -> bytes:
+    return struct.pack("<I", STRING) + _string(text)
+
+
+def _strings(texts: Sequence[str]) -> bytes:
+    return struct.pack("<IIQ", ARRAY, STRING, len(texts)) + b"".join(map(_string, texts))
