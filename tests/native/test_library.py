@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import importlib.util
 import json
@@ -118,6 +119,23 @@ def test_M4_without_the_package_the_way_to_install_it_is_told(monkeypatch: pytes
 def test_a_call_that_is_not_declared_is_no_attribute(ggml: Library) -> None:
     with pytest.raises(AttributeError, match="ggml_conv_2d"):
         _ = ggml.conv_2d
+
+
+NOT_YET_USED = {"ggml_quantize_chunk"}  # empty this when its first caller comes
+
+
+def calls_made() -> Iterator[str]:
+    """Names of ggml that the sources take from a library, or that the library takes from itself."""
+    sources = Path(lib.__file__).parents[1]
+    for path in sources.rglob("*.py"):
+        owners = {"ggml", "self._ggml"} | ({"self"} if path.samefile(lib.__file__) else set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in owners:
+                yield f"ggml_{node.attr}"
+
+
+def test_every_call_that_is_declared_is_made() -> None:
+    assert {*lib._BASE, *lib._CPU} - set(calls_made()) == NOT_YET_USED
 
 
 # --- as doctor finds it -------------------------------------------------------------------------------------
