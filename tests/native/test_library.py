@@ -250,10 +250,9 @@ def test_the_repack_buffer_of_this_library_is_no_amx(ggml: Library) -> None:
 # In a process of its own: asking wrongly, or writing what was wrongly allowed, ends it.
 ASK_AND_WRITE = """
 import json
-from lever.arch import MATRIX_TYPES
 from lever.ggml import load
 from lever.ggml.probe import probe
-from lever.gguf import TYPES, TensorInfo
+from lever.gguf import MATRIX_TYPES, TYPES, TensorInfo
 from lever.weights.tensors import takes_repacked
 from lever.weights.units import Place
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lever.errors import LibraryError
 from lever.ggml.lib import Library
 from lever.ggml.objects import Backend, Context, GraphAllocator
-from lever.gguf import BF16, F16, F32, I32
+from lever.gguf import BF16, F16, F32, I32, MATRIX_TYPES, TYPES
 from lever.owner import Owner
 
 _NARROW: Mapping[int, Callable[[NDArray[np.float32]], NDArray[np.generic]]] = {
@@ -64,7 +64,10 @@ def row_multiple(ggml: Library, types: Iterable[int], *, repacked: bool = False)
     """
     multiple = 1
     for kind in sorted({*types, F32}):
-        for found in (probe(ggml, kind), probe(ggml, kind, repacked=True) if repacked else None):
+        plain = probe(ggml, kind)
+        if plain is None:
+            raise LibraryError(f"ggml in {ggml.directory} multiplies no weights of type {TYPES[kind].name}")
+        for found in (plain, probe(ggml, kind, repacked=True) if repacked else None):
             if found is None:
                 continue
             if not found.sound or found.row_multiple is None:
@@ -86,7 +89,7 @@ def type_name(ggml: Library, kind: int) -> str:
 def probe(ggml: Library, kind: int, repacked: bool = False) -> Probe | None:
     """Multiply a small random matrix of this type; None where ggml does not have it in this layout."""
     buffer_type = ggml.repack_buffer_type if repacked else ggml.backend_cpu_buffer_type()
-    if buffer_type is None:
+    if buffer_type is None or kind not in MATRIX_TYPES:  # asked whether it multiplies others, ggml says yes, and aborts
         return None
     results = [_compare(ggml, kind, buffer_type, length) for length in LENGTHS]
     if None in results:
