@@ -124,6 +124,16 @@ def test_a_system_without_the_flag_reads_buffered(tmp_path: Path, monkeypatch: p
         assert file.reason == "this system has no O_DIRECT"
 
 
+def test_a_system_without_hints_for_its_page_cache_reads_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = new_file(tmp_path, PAGE + 7)
+    monkeypatch.delattr(os, "posix_fadvise")
+    with DirectFile(path, FakeDevice(refuses_direct=True)) as file:
+        assert contents(file) == path.read_bytes()
+        assert not file.direct
+
+
 def test_a_refusal_for_another_reason_is_no_cause_to_read_buffered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lever.errors import StorageError
+from lever.memory import drop_page_cache, expect_sequential_reads
 from lever.owner import Owner
 from lever.pages import PAGE, Pages
 
@@ -71,7 +72,7 @@ class DirectFile(Owner):
                 break
             done = _resume_at(done, count, wanted)
         if not self.direct:
-            os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+            drop_page_cache(self._fd, offset, len(view))
         return done
 
     def read_exactly(self, view: memoryview, offset: int, needed: int) -> None:
@@ -129,5 +130,5 @@ def _open(path: Path, read: ReadInto) -> tuple[int, str | None]:
 
 def _open_buffered(path: Path) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    expect_sequential_reads(fd)
     return fd
