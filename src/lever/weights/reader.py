@@ -66,6 +66,8 @@ class DirectFile(Owner):
             try:
                 count = self._read(self._fd, view[done : done + BLOCK], offset + done)
             except OSError as error:
+                if error.errno == errno.EINVAL and self._was_cut():
+                    break  # a strict device does not go on in mid-page, where the file ends now
                 what = error.strerror or str(error)
                 raise StorageError(f"reading {self.path} failed at byte {offset + done}: {what}") from error
             if count == 0:
@@ -89,6 +91,13 @@ class DirectFile(Owner):
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _was_cut(self) -> bool:
+        """Whether the file has become shorter since it was opened."""
+        try:
+            return os.fstat(self._fd).st_size < self.size
+        except OSError:  # a network that is gone does not tell
+            return False
 
 
 def _resume_at(done: int, count: int, end: int) -> int:
