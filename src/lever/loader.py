@@ -131,11 +131,11 @@ class LoadedModel(Owner):
 
     def _open_model(self, stack: ExitStack, weights: Weights) -> Model:
         table = self.gguf.tensors["token_embd.weight"]
-        embedding = EmbeddingRows(DirectFile(self.gguf.files[table.file]), table, GRAPH_ROWS)
-        stack.callback(embedding.close)
-        model = Model(self.ggml, self.config, self.units, weights, embedding, self.shape, self.n_threads)
-        stack.callback(model.close)
-        return model
+        file = DirectFile(self.gguf.files[table.file])
+        embedding = stack.enter_context(EmbeddingRows(file, table, GRAPH_ROWS))
+        return stack.enter_context(
+            Model(self.ggml, self.config, self.units, weights, embedding, self.shape, self.n_threads)
+        )
 
 
 def usable_threads(n_threads: int, row_multiple: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -153,10 +154,15 @@ class _Weight(Owner):
     def __init__(self, ggml: Library, kind: int, length: int, n: int, buffer_type: int) -> None:
         self._ggml = ggml
         self._length, self._n = length, n
-        self._context = Context(ggml, 1)
-        self._backend = Backend(ggml, 1)
-        self._tensor: int = ggml.new_tensor_2d(self._context.handle, kind, length, n)
-        self._buffer = ggml.backend_alloc_ctx_tensors_from_buft(self._context.handle, buffer_type)
+        with ExitStack() as stack:
+            context = stack.enter_context(Context(ggml, 1))
+            self._backend = stack.enter_context(Backend(ggml, 1))
+            self._tensor: int = ggml.new_tensor_2d(context.handle, kind, length, n)
+            buffer = ggml.backend_alloc_ctx_tensors_from_buft(context.handle, buffer_type)
+            if not buffer:
+                raise LibraryError(f"ggml could not allocate a small matrix of type {type_name(ggml, kind)}")
+            stack.callback(ggml.backend_buffer_free, buffer)
+            self._cleanup = stack.pop_all()
 
     def multiplies(self) -> bool:
         """Whether the CPU says that it multiplies this matrix where it lies.
@@ -202,6 +208,4 @@ class _Weight(Owner):
         return out
 
     def close(self) -> None:
-        self._ggml.backend_buffer_free(self._buffer)
-        self._backend.close()
-        self._context.close()
+        self._cleanup.close()

@@ -120,6 +120,7 @@ def _open(path: Path, read: ReadInto) -> tuple[int, str | None]:
     direct_flag = getattr(os, "O_DIRECT", None)
     if direct_flag is None:
         return _open_buffered(path), "this system has no O_DIRECT"
+    page = Pages(PAGE)  # before there is a descriptor that its failure would lose
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct_flag)
     except OSError as error:
@@ -127,8 +128,8 @@ def _open(path: Path, read: ReadInto) -> tuple[int, str | None]:
             raise
         return _open_buffered(path), "the file system refuses O_DIRECT"
     try:
-        with Pages(PAGE) as probe:
-            read(fd, probe.bytes.data, 0)
+        with page:
+            read(fd, page.bytes.data, 0)
     except OSError as error:
         os.close(fd)
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
