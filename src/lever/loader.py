@@ -29,7 +29,7 @@ DEFAULT_CTX = 4096  # positions, unless the model or the budget allow less
 LEAST_CTX = 512  # what an automatic context is not cut below
 PYTHON, KV_CACHE, BUFFERS = "Python", "KV cache", "rows and buffers"
 # What the process grows by after the plan is made: stacks of threads, sampling over the vocabulary, small objects.
-PYTHON_GROWTH = 12 << 20
+PYTHON_GROWTH = 6 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
