@@ -34,9 +34,9 @@ from benchmarks.growth import EXTRA, Fill, Grown, Growth, grow_tensors, parse_sh
 from lever.arch import ModelConfig
 from lever.errors import LeverError, StorageError, UsageError
 from lever.gguf import ARRAY, GGUF, NUMBERS, STRING, TYPES, U64, read
-from lever.memory import format_size
+from lever.memory import drop_page_cache, format_size
 from lever.models import Progress, Silent, resolve
-from lever.models.cache import PART_SUFFIX, drop_page_cache
+from lever.models.cache import PART_SUFFIX
 
 BAND_BYTES = 8 << 20  # of a tensor made at once; making it takes a few times as much
 POOL = 4096  # different random blocks of one type

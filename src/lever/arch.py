@@ -11,18 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from lever.errors import GGUFError, UnsupportedModel
-from lever.gguf import F32, GGUF, IMAGE_CHECKSUMS, TYPES, TensorInfo
-
-# Types with a `vec_dot` in type_traits_cpu of ggml 0.20.2 (ggml-cpu.c): those that mul_mat takes as weights.
-MATRIX_TYPES = frozenset(TYPES) - {
-    9,  # Q8_1: activations only
-    15,  # Q8_K: activations only
-    24,  # I8
-    25,  # I16
-    26,  # I32
-    27,  # I64
-    28,  # F64
-}
+from lever.gguf import F32, GGUF, IMAGE_CHECKSUMS, MATRIX_TYPES, TYPES, TensorInfo
 
 NEOX = {"llama": False, "qwen2": True, "qwen3": True}  # which pairs RoPE turns; the keys are what lever runs
 

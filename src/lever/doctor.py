@@ -23,16 +23,15 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Literal
 
-from lever.arch import MATRIX_TYPES
 from lever.errors import LeverError, LibraryError, StorageError
 from lever.ggml import VERSION, load
 from lever.ggml.lib import DIRECTORY_VARIABLE
 from lever.ggml.probe import MAX_ERROR, Probe, probe
-from lever.gguf import TYPES
+from lever.gguf import MATRIX_TYPES, TYPES
 from lever.linux import ROOT, is_android, read_text
 from lever.machine import cpu_features, filesystem_of, is_rotational, performance_cores
-from lever.memory import MIB, available_memory, format_size, parse_size
-from lever.models.cache import check_space, drop_page_cache, home
+from lever.memory import MIB, available_memory, drop_page_cache, format_size, parse_size
+from lever.models.cache import check_space, home
 from lever.pages import Pages
 from lever.weights.reader import DirectFile, ReadInto, read_into
 

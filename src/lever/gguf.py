@@ -90,6 +90,16 @@ TYPES: Mapping[int, TypeInfo] = MappingProxyType(
         42: TypeInfo("Q2_0", 64, 18),
     }
 )
+# Types with a `vec_dot` in type_traits_cpu of ggml 0.20.2 (ggml-cpu.c): those that mul_mat takes as weights.
+MATRIX_TYPES = frozenset(TYPES) - {
+    9,  # Q8_1: activations only
+    15,  # Q8_K: activations only
+    24,  # I8
+    25,  # I16
+    26,  # I32
+    27,  # I64
+    28,  # F64
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from lever.arch import ModelConfig
 from lever.errors import ContextOverflow
 from lever.ggml import Buffer, Context, Library
 from lever.gguf import F16
+from lever.owner import Owner
 from lever.pages import Pages, round_up
 
 F16_BYTES = 2
@@ -31,7 +33,7 @@ def kv_bytes(config: ModelConfig, n_ctx: int) -> int:
     return 2 * F16_BYTES * config.n_layers * config.n_embd_kv * round_up(n_ctx, SLOT_MULTIPLE)
 
 
-class KVCache:
+class KVCache(Owner):
     """`n_ctx` positions for every layer, all zero at first; `length` of them are in use.
 
     A pass writes its rows behind `length` and moves `length` only when it is complete, so a failed pass leaves the
@@ -43,20 +45,22 @@ class KVCache:
         self.n_slots = round_up(n_ctx, SLOT_MULTIPLE)
         self.length = 0
         self._written = 0  # slots that may hold something
-        self._pages = Pages(kv_bytes(config, n_ctx))
-        self._buffer = Buffer(ggml, self._pages.address, self._pages.nbytes)
-        self._context = Context(ggml, 2 * config.n_layers)
         half = F16_BYTES * config.n_embd_kv * self.n_slots
+        with ExitStack() as stack:
+            self._pages = stack.enter_context(Pages(kv_bytes(config, n_ctx)))
+            self._buffer = stack.enter_context(Buffer(ggml, self._pages.address, self._pages.nbytes))
+            self._context = stack.enter_context(Context(ggml, 2 * config.n_layers))
+            self.layers = tuple(
+                LayerKV(
+                    self._tensor(ggml, config.n_embd_kv, self.n_slots, 2 * layer * half),
+                    self._tensor(ggml, self.n_slots, config.n_embd_kv, (2 * layer + 1) * half),
+                )
+                for layer in range(config.n_layers)
+            )
+            self._cleanup = stack.pop_all()
         halves = self._pages.bytes[: 2 * config.n_layers * half].view(np.float16).reshape(config.n_layers, 2, -1)
         self._keys = halves[:, 0].reshape(config.n_layers, self.n_slots, config.n_embd_kv)
         self._values = halves[:, 1].reshape(config.n_layers, config.n_embd_kv, self.n_slots)
-        self.layers = tuple(
-            LayerKV(
-                self._tensor(ggml, config.n_embd_kv, self.n_slots, 2 * layer * half),
-                self._tensor(ggml, self.n_slots, config.n_embd_kv, (2 * layer + 1) * half),
-            )
-            for layer in range(config.n_layers)
-        )
 
     @property
     def nbytes(self) -> int:
@@ -87,9 +91,7 @@ class KVCache:
     def close(self) -> None:
         """Free the memory; tensors become invalid."""
         self._keys = self._values = np.empty((0, 0, 0), np.float16)
-        self._context.close()
-        self._buffer.close()
-        self._pages.close()
+        self._cleanup.close()
 
     def _tensor(self, ggml: Library, length: int, rows: int, at: int) -> int:
         tensor: int = ggml.new_tensor_2d(self._context.handle, F16, length, rows)

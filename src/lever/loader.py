@@ -31,7 +31,7 @@ DEFAULT_CTX = 4096  # positions, unless the model or the budget allow less
 LEAST_CTX = 512  # what an automatic context is not cut below
 PYTHON, KV_CACHE, BUFFERS = "Python", "KV cache", "rows and buffers"
 # What the process grows by after the plan is made: stacks of threads, sampling over the vocabulary, small objects.
-PYTHON_GROWTH = 12 << 20
+PYTHON_GROWTH = 6 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,11 +152,10 @@ class LoadedModel(Owner):
     def _open_model(self, stack: ExitStack, weights: Weights) -> Model:
         table = self.gguf.tensors["token_embd.weight"]
         file = self.image.open(self.gguf) if self.image is not None else DirectFile(self.gguf.files[table.file])
-        embedding = EmbeddingRows(file, table, GRAPH_ROWS)
-        stack.callback(embedding.close)
-        model = Model(self.ggml, self.config, self.units, weights, embedding, self.shape, self.n_threads)
-        stack.callback(model.close)
-        return model
+        embedding = stack.enter_context(EmbeddingRows(file, table, GRAPH_ROWS))
+        return stack.enter_context(
+            Model(self.ggml, self.config, self.units, weights, embedding, self.shape, self.n_threads)
+        )
 
 
 def usable_threads(n_threads: int, row_multiple: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -152,6 +153,21 @@ def release_unused() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, bionic and musl keep less
     if trim is not None:
         trim(0)
+
+
+def drop_page_cache(fd: int, offset: int = 0, nbytes: int = 0) -> None:
+    """Give back what is cached of a file, 0 bytes meaning up to its end: in a memory cage it counts as ours."""
+    _advise(fd, "POSIX_FADV_DONTNEED", offset, nbytes)
+
+
+def expect_sequential_reads(fd: int) -> None:
+    """Let the kernel read further ahead in this file than it would."""
+    _advise(fd, "POSIX_FADV_SEQUENTIAL")
+
+
+def _advise(fd: int, advice: str, offset: int = 0, nbytes: int = 0) -> None:
+    if hasattr(os, "posix_fadvise"):  # not on every platform; only a hint where it is
+        os.posix_fadvise(fd, offset, nbytes, getattr(os, advice))
 
 
 def does_not_fit(parts: Mapping[str, int], budget: int, hints: Sequence[str] = WAYS_TO_FIT) -> DoesNotFit:

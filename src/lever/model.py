@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from lever.arch import ModelConfig
 from lever.errors import LeverError
 from lever.ggml import Backend, Context, GraphAllocator, Library
 from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE, KVCache
+from lever.owner import Owner
 from lever.pages import round_up
 from lever.sizing import wide_graphs
 from lever.transformer import F32_BYTES, NODES, TENSORS, Rows, Transformer
@@ -32,7 +33,7 @@ class ModelStats:
     embedding_s: float = 0.0  # waiting for rows of the embedding table
 
 
-class Model:
+class Model(Owner):
     """One transformer with its KV cache.
 
     `forward` appends rows to the cache and leaves their hidden states in place; `project` turns some of these into
@@ -52,20 +53,22 @@ class Model:
         self.config = config
         self.shape = shape
         self.stats = ModelStats()
-        self.kv = KVCache(ggml, config, shape.n_ctx)
         self._ggml = ggml
         self._units = units
         self._weights = weights
         self._embedding = embedding
         self._transformer = Transformer(ggml, config)
-        self._backend = Backend(ggml, n_threads)
-        self._context = Context(ggml, TENSORS, NODES)
-        self._workspace = Workspace(ggml, config, embedding, shape)
         self._small = next(iter(weights.stream([(units.small,)])))  # pinned, so it stays valid
-        self._allocator = GraphAllocator(ggml)
-        for graph in wide_graphs(ggml, config, units, shape):
-            self._allocator.reserve(graph)
         self._closed = False
+        with ExitStack() as stack:
+            self.kv = stack.enter_context(KVCache(ggml, config, shape.n_ctx))
+            self._backend = stack.enter_context(Backend(ggml, n_threads))
+            self._context = stack.enter_context(Context(ggml, TENSORS, NODES))
+            self._workspace = stack.enter_context(Workspace(ggml, config, embedding, shape))
+            self._allocator = stack.enter_context(GraphAllocator(ggml))
+            for graph in wide_graphs(ggml, config, units, shape):
+                self._allocator.reserve(graph)
+            self._cleanup = stack.pop_all()
 
     @property
     def n_threads(self) -> int:
@@ -127,11 +130,7 @@ class Model:
     def close(self) -> None:
         """Free cache, workspace and graphs; weights and embedding are their owner's."""
         self._closed = True
-        self._allocator.close()
-        self._context.close()
-        self._backend.close()
-        self._workspace.close()
-        self.kv.close()
+        self._cleanup.close()
 
     def _require_open(self) -> None:
         if self._closed:

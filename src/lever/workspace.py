@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ from lever.arch import ModelConfig
 from lever.ggml import Buffer, Context, Library
 from lever.gguf import F16, F32, I32
 from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE
+from lever.owner import Owner
 from lever.pages import Pages, round_up
 from lever.transformer import F32_BYTES
 from lever.weights.embedding import EmbeddingRows
@@ -49,24 +52,25 @@ class Block:
     n_kv: int  # slots that attention runs over
 
 
-class Workspace:
+class Workspace(Owner):
     """Each part as a ggml tensor and, under `..._array`, as a NumPy array of the same memory."""
 
     def __init__(self, ggml: Library, config: ModelConfig, embedding: EmbeddingRows, shape: ModelShape) -> None:
         self._ggml = ggml
-        self._pages: list[Pages] = []
-        self._buffers: list[Buffer] = []
-        self._context = Context(ggml, 7)
-        n_rows, n_logits = shape.padded(shape.n_batch), shape.padded(shape.n_logits)
-        self.hidden, self.hidden_array = self._rows(F32, np.float32, n_rows, config.n_embd)
-        self.chosen, self.chosen_array = self._rows(F32, np.float32, n_logits, config.n_embd)
-        self.logits, self.logits_array = self._rows(F32, np.float32, n_logits, config.n_vocab)
-        self.mask, self._mask_array = self._rows(F16, np.float16, GRAPH_ROWS, shape.n_slots)
-        self.positions, positions = self._rows(I32, np.int32, 1, GRAPH_ROWS)
-        self.ids, ids = self._rows(I32, np.int32, 1, GRAPH_ROWS)
-        self._positions_array, self.ids_array = positions[0], ids[0]
-        self.table = self._embedding_table(embedding)
         self._shown: Block | None = None
+        n_rows, n_logits = shape.padded(shape.n_batch), shape.padded(shape.n_logits)
+        with ExitStack() as stack:
+            self._context = stack.enter_context(Context(ggml, 7))
+            rows = functools.partial(self._rows, stack)
+            self.hidden, self.hidden_array = rows(F32, np.float32, n_rows, config.n_embd)
+            self.chosen, self.chosen_array = rows(F32, np.float32, n_logits, config.n_embd)
+            self.logits, self.logits_array = rows(F32, np.float32, n_logits, config.n_vocab)
+            self.mask, self._mask_array = rows(F16, np.float16, GRAPH_ROWS, shape.n_slots)
+            self.positions, positions = rows(I32, np.int32, 1, GRAPH_ROWS)
+            self.ids, ids = rows(I32, np.int32, 1, GRAPH_ROWS)
+            self.table = self._embedding_table(stack, embedding)
+            self._cleanup = stack.pop_all()
+        self._positions_array, self.ids_array = positions[0], ids[0]
 
     @staticmethod
     def nbytes(config: ModelConfig, shape: ModelShape) -> int:
@@ -90,28 +94,21 @@ class Workspace:
 
     def close(self) -> None:
         """Free the memory; tensors become invalid."""
-        self._context.close()
-        for buffer in self._buffers:
-            buffer.close()
-        for pages in self._pages:
-            pages.close()
+        self._cleanup.close()
 
-    def _rows(self, kind: int, dtype: DTypeLike, rows: int, length: int) -> tuple[int, NDArray[Any]]:
+    def _rows(self, stack: ExitStack, kind: int, dtype: DTypeLike, rows: int, length: int) -> tuple[int, NDArray[Any]]:
         """A tensor [length, rows] and the array [rows, length] over it."""
-        array = self._new_pages(rows * length * np.dtype(dtype).itemsize)
-        tensor: int = self._ggml.new_tensor_2d(self._context.handle, kind, length, rows)
-        self._buffers[-1].place(tensor, self._pages[-1].address)
-        return tensor, array.view(dtype).reshape(rows, length)
+        nbytes = rows * length * np.dtype(dtype).itemsize
+        pages = stack.enter_context(Pages(nbytes))
+        tensor = self._matrix(stack, kind, length, rows, pages.address, pages.nbytes)
+        return tensor, pages.bytes[:nbytes].view(dtype).reshape(rows, length)
 
-    def _new_pages(self, nbytes: int) -> NDArray[np.uint8]:
-        pages = Pages(nbytes)
-        self._pages.append(pages)
-        self._buffers.append(Buffer(self._ggml, pages.address, pages.nbytes))
-        return pages.bytes[:nbytes]
-
-    def _embedding_table(self, embedding: EmbeddingRows) -> int:
+    def _embedding_table(self, stack: ExitStack, embedding: EmbeddingRows) -> int:
         """The rows that `embedding` has loaded, as a matrix that GET_ROWS can take from."""
-        kind = embedding.table.type
-        tensor: int = self._ggml.new_tensor_2d(self._context.handle, kind, embedding.table.shape[0], embedding.n_rows)
-        self._buffers.append(Buffer(self._ggml, embedding.address, embedding.rows_nbytes))
-        return self._buffers[-1].place(tensor, embedding.address)
+        table, n_rows = embedding.table, embedding.n_rows
+        return self._matrix(stack, table.type, table.shape[0], n_rows, embedding.address, embedding.rows_nbytes)
+
+    def _matrix(self, stack: ExitStack, kind: int, length: int, rows: int, address: int, nbytes: int) -> int:
+        """A tensor [length, rows] at the start of memory of somebody's."""
+        buffer = stack.enter_context(Buffer(self._ggml, address, nbytes))
+        return buffer.place(self._ggml.new_tensor_2d(self._context.handle, kind, length, rows), address)

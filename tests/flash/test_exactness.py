@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lever.arch import MATRIX_TYPES
 from lever.engine import Engine
 from lever.errors import LeverError, StorageError
-from lever.gguf import TYPES, read
+from lever.gguf import MATRIX_TYPES, TYPES, read
 from lever.stats import RunStats
 from tests import tiny
 from tests.fakes import FakeDevice

@@ -15,7 +15,7 @@ from lever.arch import ModelConfig
 from lever.errors import DoesNotFit
 from lever.gguf import F32, TensorInfo, read
 from lever.loader import LoadedModel, ModelSettings
-from lever.pages import PAGE
+from lever.pages import PAGE, round_up
 from lever.weights.plan import PINNED, PROJECTION, RING, SMALL, ModelUnits, Plan, make_plan
 from lever.weights.units import unit
 from tests import tiny
@@ -200,7 +200,9 @@ def test_D5_what_a_model_allocates_is_what_was_planned(tmp_path: Path, n_ctx: in
     with open_tiny(path, n_ctx=n_ctx, n_batch=n_batch) as loaded:
         model, parts = loaded.model, loaded.plan.parts
         assert parts["KV cache"] == model.kv.nbytes
-        rows = sum(pages.nbytes for pages in model._workspace._pages)
+        space = model._workspace
+        arrays = (space.hidden_array, space.chosen_array, space.logits_array, space._mask_array)
+        rows = sum(round_up(array.nbytes) for array in arrays) + 2 * PAGE  # a page of positions, one of ids
         embedding = model._embedding._rows.nbytes + model._embedding._scratch.nbytes
         buffers = rows + embedding + model._allocator.nbytes
         ring = loaded.store._ring

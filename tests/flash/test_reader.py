@@ -23,7 +23,7 @@ from lever.errors import DamagedImage, StorageError
 from lever.gguf import TensorInfo
 from lever.pages import PAGE, Pages, round_up
 from lever.weights.embedding import EmbeddingRows
-from lever.weights.reader import CheckedFile, DirectFile, read_into
+from lever.weights.reader import CheckedFile, DirectFile, ReadInto, read_into
 from tests.fakes import STALE, FakeDevice, descriptors_of
 
 SHM = Path("/dev/shm")
@@ -115,6 +115,16 @@ def test_a_system_without_the_flag_reads_buffered(tmp_path: Path, monkeypatch: p
     with DirectFile(path) as file:
         assert contents(file) == path.read_bytes()
         assert file.reason == "this system has no O_DIRECT"
+
+
+def test_a_system_without_hints_for_its_page_cache_reads_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = new_file(tmp_path, PAGE + 7)
+    monkeypatch.delattr(os, "posix_fadvise")
+    with DirectFile(path, FakeDevice(refuses_direct=True)) as file:
+        assert contents(file) == path.read_bytes()
+        assert not file.direct
 
 
 def test_a_refusal_for_another_reason_is_no_cause_to_read_buffered(
@@ -320,14 +330,26 @@ def test_C10_a_file_cut_while_in_use_is_an_error(tmp_path: Path, left: int, whol
     assert caught.value.exit_code == 5
 
 
+@pytest.mark.parametrize("read", [read_into, FakeDevice(whole_pages=True)], ids=["as it is", "strict"])
 @pytest.mark.parametrize("left", [0, PAGE, 5 * PAGE, 5 * PAGE + 333])
-def test_C10_a_file_cut_on_the_disk_is_an_error_that_says_what_was_expected(folder: Path, left: int) -> None:
+def test_C10_a_file_cut_on_the_disk_is_an_error_that_says_what_was_expected(
+    folder: Path, left: int, read: ReadInto
+) -> None:
     path = new_file(folder, 8 * PAGE)
-    with DirectFile(path) as file, Pages(8 * PAGE) as pages:
+    with DirectFile(path, read) as file, Pages(8 * PAGE) as pages:
         os.truncate(path, left)
         wanted = rf"{path} ended at byte {left} where {7 * PAGE} was expected: was it replaced or cut"
         with pytest.raises(StorageError, match=wanted):
             file.read_exactly(pages.bytes.data, 0, 7 * PAGE)
+
+
+def test_C10_a_refusal_by_a_device_whose_file_is_whole_is_told_as_it_is(tmp_path: Path) -> None:
+    path = new_file(tmp_path, 4 * PAGE)
+    device = FakeDevice()
+    with DirectFile(path, device) as file:
+        device.refuses_direct = True
+        with pytest.raises(StorageError, match=f"reading {path} failed at byte 0: Invalid argument"):
+            contents(file)
 
 
 def test_bytes_that_nobody_needs_may_be_missing(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lever.arch import MATRIX_TYPES, ModelConfig, layer_tensors
-from lever.gguf import TYPES, TensorInfo, read
+from lever.arch import ModelConfig, layer_tensors
+from lever.gguf import MATRIX_TYPES, TYPES, TensorInfo, read
 from lever.pages import PAGE, round_up
 from lever.weights.plan import model_units
 from lever.weights.units import MERGE_GAP, Extent, Unit, bands, row_nbytes, unit

@@ -22,8 +22,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lever.arch import MATRIX_TYPES
-from lever.gguf import TYPES
+from lever.gguf import MATRIX_TYPES, TYPES
 from lever.workspace import Block, Workspace
 from tests import reference, tiny
 from tests.models import TOKENS, Logits, relative_error, tiny_logits, tiny_of_type

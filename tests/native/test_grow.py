@@ -17,9 +17,9 @@ from benchmarks.growth import EXTRA, NAMED_SHAPES, parse_shape, place_heads, pla
 from gguf import GGUFReader
 from gguf.quants import dequantize
 
-from lever.arch import MATRIX_TYPES, ModelConfig
+from lever.arch import ModelConfig
 from lever.errors import StorageError, UsageError
-from lever.gguf import TYPES, read
+from lever.gguf import MATRIX_TYPES, TYPES, read
 from lever.memory import format_size
 from lever.models import Silent
 from tests import reference, tiny

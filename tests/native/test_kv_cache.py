@@ -29,6 +29,14 @@ def config(path: Path) -> ModelConfig:
     return ModelConfig.from_gguf(read(path))
 
 
+def memory_of(tensor: int) -> tuple[int, int]:
+    """Address and bytes, as ggml itself sees them; lever has no need of these calls."""
+    library, pointer = tiny.ggml(), ctypes.c_void_p
+    library.ggml_get_data.restype, library.ggml_get_data.argtypes = pointer, [pointer]
+    library.ggml_nbytes.restype, library.ggml_nbytes.argtypes = ctypes.c_size_t, [pointer]
+    return library.ggml_get_data(tensor), library.ggml_nbytes(tensor)
+
+
 @pytest.fixture
 def cache(config: ModelConfig) -> Iterator[KVCache]:
     cache = KVCache(load(), config, n_ctx=300)
@@ -45,10 +53,10 @@ def test_slots_are_the_context_rounded_up(config: ModelConfig, n_ctx: int, n_slo
 
 
 def test_all_of_it_is_zero_at_first_and_each_tensor_has_its_own(cache: KVCache, config: ModelConfig) -> None:
-    ggml, ends = load(), []
+    ends = []
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
     for tensor in tensors:
-        address, nbytes = ggml.get_data(tensor), ggml.nbytes(tensor)
+        address, nbytes = memory_of(tensor)
         assert nbytes == 2 * config.n_embd_kv * cache.n_slots
         assert ctypes.string_at(address, nbytes) == bytes(nbytes)
         ends.append((address, address + nbytes))
@@ -80,16 +88,16 @@ def test_truncating_keeps_the_first_rows_and_nothing_else_is_possible(cache: KVC
 
 def test_what_is_cut_off_becomes_zeros_in_every_layer_and_what_is_kept_stays(cache: KVCache) -> None:
     """Not finite values of a failed or truncated prompt would poison the sums of later ones."""
-    ggml = load()
     cache.require(50)
     for layer in cache.layers:
         for tensor in (layer.keys, layer.values):
-            ctypes.memset(ggml.get_data(tensor), 0x7C, ggml.nbytes(tensor))
+            address, nbytes = memory_of(tensor)
+            ctypes.memset(address, 0x7C, nbytes)
     cache.length = 30
     cache.truncate(20)
     for layer in cache.layers:
-        keys = np.frombuffer(ctypes.string_at(ggml.get_data(layer.keys), ggml.nbytes(layer.keys)), np.uint16)
-        values = np.frombuffer(ctypes.string_at(ggml.get_data(layer.values), ggml.nbytes(layer.values)), np.uint16)
+        keys = np.frombuffer(ctypes.string_at(*memory_of(layer.keys)), np.uint16)
+        values = np.frombuffer(ctypes.string_at(*memory_of(layer.values)), np.uint16)
         for by_slot in (keys.reshape(cache.n_slots, -1), values.reshape(-1, cache.n_slots).T):
             assert (by_slot[:20] == 0x7C7C).all()
             assert not by_slot[20:50].any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import importlib.util
 import json
@@ -120,6 +121,20 @@ def test_a_call_that_is_not_declared_is_no_attribute(ggml: Library) -> None:
         _ = ggml.conv_2d
 
 
+def calls_made() -> Iterator[str]:
+    """Names of ggml that the sources take from a library, or that the library takes from itself."""
+    sources = Path(lib.__file__).parents[1]
+    for path in sources.rglob("*.py"):
+        owners = {"ggml", "self._ggml"} | ({"self"} if path.samefile(lib.__file__) else set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in owners:
+                yield f"ggml_{node.attr}"
+
+
+def test_every_call_that_is_declared_is_made() -> None:
+    assert not {*lib._BASE, *lib._CPU}.difference(calls_made())
+
+
 # --- as doctor finds it -------------------------------------------------------------------------------------
 
 DIES_OF_SIGILL = "#include <signal.h>\n__attribute__((constructor)) void die(void) { raise(SIGILL); }\n"
@@ -232,10 +247,9 @@ def test_the_repack_buffer_of_this_library_is_no_amx(ggml: Library) -> None:
 # In a process of its own: asking wrongly, or writing what was wrongly allowed, ends it.
 ASK_AND_WRITE = """
 import json
-from lever.arch import MATRIX_TYPES
 from lever.ggml import load
 from lever.ggml.probe import probe
-from lever.gguf import TYPES
+from lever.gguf import MATRIX_TYPES, TYPES
 from lever.ggml.layout import takes_repacked
 
 ggml = load()

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lever.arch import MATRIX_TYPES, ModelConfig
+from lever.arch import ModelConfig
 from lever.errors import DamagedImage, DoesNotFit, GGUFError, LeverError, StorageError, UnsupportedModel, UsageError
 from lever.ggml import layout as layouts
 from lever.ggml import load
 from lever.ggml.layout import fingerprint, takes_repacked
 from lever.ggml.probe import probe
-from lever.gguf import IMAGE_CHECKSUMS, TYPES, read
+from lever.gguf import IMAGE_CHECKSUMS, MATRIX_TYPES, TYPES, read
 from lever.memory import rss_bytes
 from lever.models import Silent
 from lever.pack import PYTHON_GROWTH, PackSettings, pack, verify

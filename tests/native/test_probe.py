@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lever.arch import MATRIX_TYPES
 from lever.errors import LibraryError
 from lever.ggml import Library, load
 from lever.ggml.lib import find_directory
 from lever.ggml.probe import LENGTHS, N_WEIGHTS, ROW_MULTIPLES, WIDTH, probe, row_multiple
-from lever.gguf import F32, TYPES
+from lever.gguf import F32, MATRIX_TYPES, TYPES
 
 Q4_0 = 2
 Product = NDArray[np.float32]  # [width, N_WEIGHTS]
@@ -78,6 +79,26 @@ def test_a_model_pads_to_the_largest_multiple_that_its_types_need() -> None:
         found = [probe(ggml, kind, layout) for kind in MATRIX_TYPES for layout in {False, repacked}]
         multiples = [result.row_multiple or 0 for result in found if result is not None]
         assert row_multiple(ggml, MATRIX_TYPES, MATRIX_TYPES if repacked else ()) == max(multiples)
+
+
+OTHER_TYPES = sorted(set(range(max(TYPES) + 2)) - MATRIX_TYPES)  # withdrawn ids and one that never was, too
+ASK_FOR_OTHERS = f"""
+from lever.ggml import load
+from lever.ggml.probe import probe
+print([probe(load(), kind, repacked) for kind in {OTHER_TYPES} for repacked in (False, True)])
+"""
+
+
+def test_types_that_are_no_weights_are_not_had_in_any_layout() -> None:
+    """In a process of its own: asked to compute with them, ggml ends it."""
+    done = subprocess.run([sys.executable, "-c", ASK_FOR_OTHERS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{[None] * 2 * len(OTHER_TYPES)}\n"
+
+
+def test_a_model_of_a_type_that_is_no_weight_is_refused_by_its_name() -> None:
+    with pytest.raises(LibraryError, match="multiplies no weights of type Q8_1"):
+        row_multiple(load(), [9])
 
 
 # --- a library that computes wrongly ------------------------------------------------------------------------

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lever.arch import MATRIX_TYPES, ModelConfig
+from lever.arch import ModelConfig
 from lever.errors import DoesNotFit, StorageError
 from lever.ggml import load
 from lever.ggml.layout import takes_repacked
 from lever.ggml.probe import probe
-from lever.gguf import TYPES, read
+from lever.gguf import MATRIX_TYPES, TYPES, read
 from lever.loader import LoadedModel, ModelSettings
 from lever.pages import PAGE
 from lever.weights.plan import model_units

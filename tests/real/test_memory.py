@@ -23,7 +23,7 @@ from tests.cage import NoCage, run_caged
 pytestmark = pytest.mark.real
 
 MB, MIB = 10**6, 1 << 20
-BUDGETS = [600 * MB, 800 * MB, 1000 * MB]
+BUDGETS = [420 * MB, 600 * MB, 800 * MB, 1000 * MB]
 PROMPT = "What is a lever? Answer in one sentence."
 LEVER = "from lever.cli import main; main()"
 # At its end the process says on stdout how much it held at most: it may end before there are figures.

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from lever import gguf
-from lever.arch import MATRIX_TYPES, ModelConfig, Rope, layer_tensors, other_tensors
+from lever.arch import ModelConfig, Rope, layer_tensors, other_tensors
 from lever.errors import GGUFError, LeverError, UnsupportedModel
+from lever.gguf import MATRIX_TYPES
 from tests import reference, tiny
 from tests.tiny import Fields, Tensor
 

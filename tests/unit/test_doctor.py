@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 
 from lever import doctor
-from lever.arch import MATRIX_TYPES
 from lever.doctor import Finding, Loaded, Report, Trial
 from lever.errors import DownloadError, LibraryError, StorageError
 from lever.ggml.probe import Probe
-from lever.gguf import TYPES
+from lever.gguf import MATRIX_TYPES, TYPES
 from lever.memory import MIB
 from lever.pages import PAGE
 from lever.weights.reader import read_into

@@ -38,7 +38,8 @@ def takes_repacked(ggml: Library, kind: int, shape: tuple[int, ...]) -> bool:
         return False
     with Context(ggml, 1) as weight_context, Context(ggml, 2) as context:
         weight = new_tensor(ggml, weight_context, kind, (shape[0], shape[1]))
-        if ggml.backend_buft_get_alloc_size(ggml.repack_buffer_type, weight) != ggml.nbytes(weight):
+        nbytes = shape[0] // TYPES[kind].block * TYPES[kind].nbytes * shape[1]
+        if ggml.backend_buft_get_alloc_size(ggml.repack_buffer_type, weight) != nbytes:
             return False
         buffer = ggml.backend_alloc_ctx_tensors_from_buft(weight_context.handle, ggml.repack_buffer_type)
         if not buffer:

@@ -45,18 +45,13 @@ _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_type_name": (c_char_p, (c_int,)),
     "ggml_blck_size": (c_int64, (c_int,)),
     "ggml_type_size": (c_size_t, (c_int,)),
-    "ggml_row_size": (c_size_t, (c_int, c_int64)),
-    "ggml_nbytes": (c_size_t, (P,)),
-    "ggml_get_data": (P, (P,)),
     "ggml_set_input": (None, (P,)),
-    "ggml_quantize_chunk": (c_size_t, (c_int, P, P, c_int64, c_int64, c_int64, P)),
     # tensors and views
     "ggml_new_tensor_1d": (P, (P, c_int, c_int64)),
     "ggml_new_tensor_2d": (P, (P, c_int, c_int64, c_int64)),
     "ggml_view_1d": (P, (P, P, c_int64, c_size_t)),
     "ggml_view_2d": (P, (P, P, c_int64, c_int64, c_size_t, c_size_t)),
     "ggml_view_3d": (P, (P, P, c_int64, c_int64, c_int64, c_size_t, c_size_t, c_size_t)),
-    "ggml_reshape_2d": (P, (P, P, c_int64, c_int64)),
     "ggml_reshape_3d": (P, (P, P, c_int64, c_int64, c_int64)),
     "ggml_permute": (P, (P, P, c_int, c_int, c_int, c_int)),
     "ggml_transpose": (P, (P, P)),
@@ -91,7 +86,6 @@ _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_alloc_ctx_tensors_from_buft": (P, (P, P)),
     "ggml_backend_buffer_free": (None, (P,)),
     "ggml_backend_buffer_get_base": (P, (P,)),
-    "ggml_backend_buffer_get_size": (c_size_t, (P,)),
     "ggml_backend_tensor_alloc": (c_int, (P, P, P)),
     "ggml_backend_tensor_set": (None, (P, P, c_size_t, c_size_t)),
     "ggml_backend_tensor_get": (None, (P, P, c_size_t, c_size_t)),
@@ -102,7 +96,6 @@ _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_reg_dev_get": (P, (P, c_size_t)),
     "ggml_backend_reg_get_proc_address": (P, (P, c_char_p)),
     "ggml_backend_dev_supports_op": (c_bool, (P, P)),
-    "ggml_backend_dev_description": (c_char_p, (P,)),
 }
 
 _CPU: dict[str, tuple[Any, tuple[Any, ...]]] = {

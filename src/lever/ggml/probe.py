@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from lever.errors import LibraryError
 from lever.ggml.lib import Library
 from lever.ggml.objects import Backend, Context, GraphAllocator
-from lever.gguf import BF16, F16, F32, I32
+from lever.gguf import BF16, F16, F32, I32, MATRIX_TYPES, TYPES
 from lever.owner import Owner
 
 _NARROW: Mapping[int, Callable[[NDArray[np.float32]], NDArray[np.generic]]] = {
@@ -67,6 +68,8 @@ def row_multiple(ggml: Library, plain: Iterable[int], repacked: Iterable[int] = 
     wanted = [(kind, False) for kind in sorted({*plain, F32})] + [(kind, True) for kind in sorted(set(repacked))]
     for kind, in_layout in wanted:
         found = probe(ggml, kind, repacked=in_layout)
+        if found is None and not in_layout:
+            raise LibraryError(f"ggml in {ggml.directory} multiplies no weights of type {TYPES[kind].name}")
         if found is None:
             continue
         if not found.sound or found.row_multiple is None:
@@ -88,7 +91,7 @@ def type_name(ggml: Library, kind: int) -> str:
 def probe(ggml: Library, kind: int, repacked: bool = False) -> Probe | None:
     """Multiply a small random matrix of this type; None where ggml does not have it in this layout."""
     buffer_type = ggml.repack_buffer_type if repacked else ggml.backend_cpu_buffer_type()
-    if buffer_type is None:
+    if buffer_type is None or kind not in MATRIX_TYPES:  # asked whether it multiplies others, ggml says yes, and aborts
         return None
     results = [_compare(ggml, kind, buffer_type, length) for length in LENGTHS]
     if None in results:
@@ -152,10 +155,15 @@ class _Weight(Owner):
     def __init__(self, ggml: Library, kind: int, length: int, n: int, buffer_type: int) -> None:
         self._ggml = ggml
         self._length, self._n = length, n
-        self._context = Context(ggml, 1)
-        self._backend = Backend(ggml, 1)
-        self._tensor: int = ggml.new_tensor_2d(self._context.handle, kind, length, n)
-        self._buffer = ggml.backend_alloc_ctx_tensors_from_buft(self._context.handle, buffer_type)
+        with ExitStack() as stack:
+            context = stack.enter_context(Context(ggml, 1))
+            self._backend = stack.enter_context(Backend(ggml, 1))
+            self._tensor: int = ggml.new_tensor_2d(context.handle, kind, length, n)
+            buffer = ggml.backend_alloc_ctx_tensors_from_buft(context.handle, buffer_type)
+            if not buffer:
+                raise LibraryError(f"ggml could not allocate a small matrix of type {type_name(ggml, kind)}")
+            stack.callback(ggml.backend_buffer_free, buffer)
+            self._cleanup = stack.pop_all()
 
     def multiplies(self) -> bool:
         """Whether the CPU says that it multiplies this matrix where it lies.
@@ -201,6 +209,4 @@ class _Weight(Owner):
         return out
 
     def close(self) -> None:
-        self._ggml.backend_buffer_free(self._buffer)
-        self._backend.close()
-        self._context.close()
+        self._cleanup.close()

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lever.errors import DownloadError
+from lever.memory import drop_page_cache
 from lever.models.cache import (
     BLOCK,
     PART_SUFFIX,
     Progress,
     check_space,
     download_error,
-    drop_page_cache,
     exclusive,
     is_whole,
     models_dir,

@@ -16,7 +16,7 @@ from typing import Protocol
 import platformdirs
 
 from lever.errors import DownloadError
-from lever.memory import format_size
+from lever.memory import drop_page_cache, format_size
 
 BLOCK = 4 * 1024**2
 PART_SUFFIX = ".part"  # of a file that is not whole yet
@@ -85,12 +85,6 @@ def download_error(path: Path, error: OSError) -> DownloadError:
     """One line for a failed write or read below the cache directory."""
     hint = ": free some space, or set LEVER_HOME to another disk" if error.errno == errno.ENOSPC else ""
     return DownloadError(f"{error.filename or path}: {error.strerror or error}{hint}")
-
-
-def drop_page_cache(fd: int) -> None:
-    """Give back the pages of a file read or written once: in a memory cage they count as ours."""
-    if hasattr(os, "posix_fadvise"):  # not on every platform; only a hint where it is
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sha256_of(path: Path, progress: Progress) -> str:

@@ -11,8 +11,8 @@ import numpy as np
 import xxhash
 
 from lever.errors import StorageError
-from lever.memory import format_size
-from lever.models.cache import PART_SUFFIX, drop_page_cache
+from lever.memory import drop_page_cache, format_size
+from lever.models.cache import PART_SUFFIX
 from lever.owner import Owner
 from lever.weights.reader import CheckedFile
 

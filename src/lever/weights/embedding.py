@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lever.gguf import TensorInfo
+from lever.owner import Owner
 from lever.pages import Pages, round_up
 from lever.weights.reader import DirectFile
 from lever.weights.units import row_nbytes
 
 
-class EmbeddingRows:
+class EmbeddingRows(Owner):
     """Memory for `n_rows` rows in the type of the file, and the reads that fill it."""
 
     def __init__(self, file: DirectFile, table: TensorInfo, n_rows: int) -> None:
+        """The file is its own from now on, and closed with it."""
         self.table = table
         self.n_rows = n_rows
-        self._file = file
         self._row_bytes = row_nbytes(table)
-        self._rows = Pages(n_rows * self._row_bytes)
-        self._scratch = Pages(round_up(self._row_bytes, file.grain) + file.grain)
+        with ExitStack() as stack:
+            self._file = stack.enter_context(file)
+            self._rows = stack.enter_context(Pages(n_rows * self._row_bytes))
+            self._scratch = stack.enter_context(Pages(round_up(self._row_bytes, file.grain) + file.grain))
+            self._cleanup = stack.pop_all()
 
     @property
     def address(self) -> int:
@@ -48,9 +53,7 @@ class EmbeddingRows:
 
     def close(self) -> None:
         """Free the memory and close the file."""
-        self._rows.close()
-        self._scratch.close()
-        self._file.close()
+        self._cleanup.close()
 
     def _read_row(self, token: int, at: int) -> None:
         start = self.table.offset + token * self._row_bytes

@@ -13,6 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from lever.errors import DamagedImage, StorageError
+from lever.memory import drop_page_cache, expect_sequential_reads
 from lever.owner import Owner
 from lever.pages import PAGE, Pages
 
@@ -66,13 +67,15 @@ class DirectFile(Owner):
             try:
                 count = self._read(self._fd, view[done:], offset + done)
             except OSError as error:
+                if error.errno == errno.EINVAL and self._was_cut():
+                    break  # a strict device does not go on in mid-page, where the file ends now
                 what = error.strerror or str(error)
                 raise StorageError(f"reading {self.path} failed at byte {offset + done}: {what}") from error
             if count == 0:
                 break
             done = _resume_at(done, count, wanted)
         if not self.direct:
-            os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+            drop_page_cache(self._fd, offset, len(view))
         return done
 
     def read_exactly(self, view: memoryview, offset: int, needed: int) -> None:
@@ -89,6 +92,13 @@ class DirectFile(Owner):
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _was_cut(self) -> bool:
+        """Whether the file has become shorter since it was opened."""
+        try:
+            return os.fstat(self._fd).st_size < self.size
+        except OSError:  # a network that is gone does not tell
+            return False
 
 
 class CheckedFile(DirectFile):
@@ -144,6 +154,7 @@ def _open(path: Path, read: ReadInto) -> tuple[int, str | None]:
     direct_flag = getattr(os, "O_DIRECT", None)
     if direct_flag is None:
         return _open_buffered(path), "this system has no O_DIRECT"
+    page = Pages(PAGE)  # before there is a descriptor that its failure would lose
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct_flag)
     except OSError as error:
@@ -151,8 +162,8 @@ def _open(path: Path, read: ReadInto) -> tuple[int, str | None]:
             raise
         return _open_buffered(path), "the file system refuses O_DIRECT"
     try:
-        with Pages(PAGE) as probe:
-            read(fd, probe.bytes.data, 0)
+        with page:
+            read(fd, page.bytes.data, 0)
     except OSError as error:
         os.close(fd)
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
@@ -163,5 +174,5 @@ def _open(path: Path, read: ReadInto) -> tuple[int, str | None]:
 
 def _open_buffered(path: Path) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    expect_sequential_reads(fd)
     return fd
