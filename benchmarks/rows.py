@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from lever.llm import LLM
 from lever.loader import LoadedModel, ModelSettings
@@ -84,7 +85,7 @@ def main() -> None:
                         turns[count, width].append(turn(loaded, tokens[CONTEXT : CONTEXT + width], count))
             print(f"{name}: {loaded.layout}, {loaded.store.bytes_per_pass / 1e9:.3f} GB a pass")
             for (count, width), found in turns.items():
-                row = {
+                row: dict[str, Any] = {
                     "model": Path(name).name,
                     "layout": loaded.layout,
                     "threads": count,

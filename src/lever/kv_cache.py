@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -22,45 +23,53 @@ SLOT_MULTIPLE = 256
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Tensors of one layer. keys: F16 [n_embd_kv, n_slots]; values, transposed: F16 [n_slots, n_embd_kv]."""
+    """Tensors of one layer. keys: F16 [n_embd_kv, n_slots]; values, transposed: F16 [n_slots, n_embd_kv].
+
+    node_keys and node_values: F16 [n_embd_kv, n_nodes], rows of a tree that are not in the text yet; 0 without trees.
+    """
 
     keys: int
     values: int
+    node_keys: int = 0
+    node_values: int = 0
 
 
-def kv_bytes(config: ModelConfig, n_ctx: int) -> int:
-    """Bytes of a cache for `n_ctx` positions."""
-    return 2 * F16_BYTES * config.n_layers * config.n_embd_kv * round_up(n_ctx, SLOT_MULTIPLE)
+def kv_bytes(config: ModelConfig, n_ctx: int, n_nodes: int = 0) -> int:
+    """Bytes of a cache for `n_ctx` positions and a tree of `n_nodes` rows."""
+    return 2 * F16_BYTES * config.n_layers * config.n_embd_kv * (round_up(n_ctx, SLOT_MULTIPLE) + n_nodes)
 
 
 class KVCache(Owner):
     """`n_ctx` positions for every layer, all zero at first; `length` of them are in use.
 
     A pass writes its rows behind `length` and moves `length` only when it is complete, so a failed pass leaves the
-    cache as it was.
+    cache as it was. The rows of a tree lie beside the slots, in the order of the pass, until `keep` moves those of the
+    accepted path behind `length`.
     """
 
-    def __init__(self, ggml: Library, config: ModelConfig, n_ctx: int) -> None:
+    def __init__(self, ggml: Library, config: ModelConfig, n_ctx: int, n_nodes: int = 0) -> None:
         self.n_ctx = n_ctx
+        self.n_nodes = n_nodes
         self.n_slots = round_up(n_ctx, SLOT_MULTIPLE)
         self.length = 0
         self._written = 0  # slots that may hold something
-        half = F16_BYTES * config.n_embd_kv * self.n_slots
+        width, n_layers = config.n_embd_kv, config.n_layers
         with ExitStack() as stack:
-            self._pages = stack.enter_context(Pages(kv_bytes(config, n_ctx)))
+            self._pages = stack.enter_context(Pages(kv_bytes(config, n_ctx, n_nodes)))
             self._buffer = stack.enter_context(Buffer(ggml, self._pages.address, self._pages.nbytes))
-            self._context = stack.enter_context(Context(ggml, 2 * config.n_layers))
-            self.layers = tuple(
-                LayerKV(
-                    self._tensor(ggml, config.n_embd_kv, self.n_slots, 2 * layer * half),
-                    self._tensor(ggml, self.n_slots, config.n_embd_kv, (2 * layer + 1) * half),
-                )
-                for layer in range(config.n_layers)
-            )
+            self._context = stack.enter_context(Context(ggml, 4 * n_layers))
+            place = _Places(ggml, self._context, self._buffer, self._pages)
+            slots = [(width, self.n_slots), (self.n_slots, width)]
+            nodes = [(width, n_nodes)] * 2 if n_nodes else []
+            self.layers = tuple(LayerKV(*(place.tensor(*shape) for shape in slots + nodes)) for _ in range(n_layers))
             self._cleanup = stack.pop_all()
-        halves = self._pages.bytes[: 2 * config.n_layers * half].view(np.float16).reshape(config.n_layers, 2, -1)
-        self._keys = halves[:, 0].reshape(config.n_layers, self.n_slots, config.n_embd_kv)
-        self._values = halves[:, 1].reshape(config.n_layers, config.n_embd_kv, self.n_slots)
+        halves = self._pages.bytes[: kv_bytes(config, n_ctx, n_nodes)].view(np.float16).reshape(n_layers, -1)
+        ends = np.cumsum([width * self.n_slots, width * self.n_slots, width * n_nodes])
+        keys, values, node_keys, node_values = np.split(halves, ends, axis=1)
+        self._keys = keys.reshape(n_layers, self.n_slots, width)
+        self._values = values.reshape(n_layers, width, self.n_slots)
+        self._node_keys = node_keys.reshape(n_layers, n_nodes, width)
+        self._node_values = node_values.reshape(n_layers, n_nodes, width)
 
     @property
     def nbytes(self) -> int:
@@ -76,6 +85,15 @@ class KVCache(Owner):
             )
         self._written = max(self._written, self.length + n_rows)
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """The rows of the accepted path, numbered as in the last tree pass, become the text's next ones."""
+        assert self.length + len(rows) <= self.n_ctx
+        end = self.length + len(rows)
+        self._keys[:, self.length : end] = self._node_keys[:, rows]
+        self._values[:, :, self.length : end] = self._node_values[:, rows].transpose(0, 2, 1)
+        self._written = max(self._written, end)
+        self.length = end
+
     def truncate(self, length: int) -> None:
         """Keep only the first `length` rows. What lies behind them becomes zeros.
 
@@ -90,9 +108,20 @@ class KVCache(Owner):
 
     def close(self) -> None:
         """Free the memory; tensors become invalid."""
-        self._keys = self._values = np.empty((0, 0, 0), np.float16)
+        self._keys = self._values = self._node_keys = self._node_values = np.empty((0, 0, 0), np.float16)
         self._cleanup.close()
 
-    def _tensor(self, ggml: Library, length: int, rows: int, at: int) -> int:
-        tensor: int = ggml.new_tensor_2d(self._context.handle, F16, length, rows)
-        return self._buffer.place(tensor, self._pages.address + at)
+
+class _Places:
+    """Gives out the memory of a cache, tensor after tensor."""
+
+    def __init__(self, ggml: Library, context: Context, buffer: Buffer, pages: Pages) -> None:
+        self._ggml, self._context, self._buffer = ggml, context, buffer
+        self._next = pages.address
+
+    def tensor(self, length: int, rows: int) -> int:
+        """F16 [length, rows]."""
+        tensor: int = self._ggml.new_tensor_2d(self._context.handle, F16, length, rows)
+        self._buffer.place(tensor, self._next)
+        self._next += F16_BYTES * length * rows
+        return tensor

@@ -24,7 +24,7 @@ from lever.weights.plan import PINNED, PROJECTION, SMALL, ModelUnits, Plan, make
 from lever.weights.reader import CheckedFile, DirectFile
 from lever.weights.store import MIN_SLOTS, Store
 from lever.weights.tensors import Arena, RepackedWeights, StreamedWeights, Weights
-from lever.workspace import GRAPH_ROWS, ModelShape, Workspace
+from lever.workspace import ModelShape, Workspace
 
 MAX_THREADS = 512  # GGML_MAX_N_THREADS of ggml.h
 DEFAULT_CTX = 4096  # positions, unless the model or the budget allow less
@@ -49,6 +49,7 @@ class ModelSettings:
     n_threads: int = 1
     n_slots: int = MIN_SLOTS  # units that the ring holds
     n_logits: int = 4  # rows whose logits are held at once
+    n_tree: int = 0  # rows of a tree that one pass checks; 0: no trees
     layout: Literal["auto", "repacked"] = "auto"
 
     def __post_init__(self) -> None:
@@ -152,7 +153,7 @@ class LoadedModel(Owner):
     def _open_model(self, stack: ExitStack, weights: Weights) -> Model:
         table = self.gguf.tensors["token_embd.weight"]
         file = self.image.open(self.gguf) if self.image is not None else DirectFile(self.gguf.files[table.file])
-        embedding = stack.enter_context(EmbeddingRows(file, table, GRAPH_ROWS))
+        embedding = stack.enter_context(EmbeddingRows(file, table, self.shape.graph_rows))
         return stack.enter_context(
             Model(self.ggml, self.config, self.units, weights, embedding, self.shape, self.n_threads)
         )
@@ -184,7 +185,7 @@ def plan(ggml: Library, gguf: GGUF, config: ModelConfig, settings: ModelSettings
     units = model_units(gguf, config, CheckedFile.grain if image is not None else PAGE)
     release_unused()
     while True:
-        shape = ModelShape(n_ctx, min(settings.n_batch, n_ctx), settings.n_logits, multiple)
+        shape = ModelShape(n_ctx, min(settings.n_batch, n_ctx), settings.n_logits, settings.n_tree, multiple)
         fixed = _fixed_parts(ggml, gguf, config, units, settings, shape)
         try:
             if repacked:
@@ -205,9 +206,9 @@ def _fixed_parts(
     checksums = gguf.tensors.get(IMAGE_CHECKSUMS)
     return {
         PYTHON: rss_bytes() + PYTHON_GROWTH,
-        KV_CACHE: kv_bytes(config, shape.n_ctx),
+        KV_CACHE: kv_bytes(config, shape.n_ctx, shape.n_tree),
         BUFFERS: Workspace.nbytes(config, shape)
-        + EmbeddingRows.nbytes(table, GRAPH_ROWS, units.grain)
+        + EmbeddingRows.nbytes(table, shape.graph_rows, units.grain)
         + compute_nbytes(ggml, config, units, shape, settings.n_threads)
         + (2 * checksums.nbytes if checksums is not None else 0),
     }

@@ -17,7 +17,7 @@ from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE, KVCache
 from lever.owner import Owner
 from lever.pages import round_up
 from lever.sizing import wide_graphs
-from lever.transformer import F32_BYTES, NODES, TENSORS, Rows, Transformer
+from lever.transformer import F32_BYTES, Rows, Run, Transformer, graph_nodes, graph_tensors
 from lever.weights.embedding import EmbeddingRows
 from lever.weights.plan import ModelUnits
 from lever.weights.tensors import Tensors, Weights
@@ -61,9 +61,9 @@ class Model(Owner):
         self._small = next(iter(weights.stream([(units.small,)])))  # pinned, so it stays valid
         self._closed = False
         with ExitStack() as stack:
-            self.kv = stack.enter_context(KVCache(ggml, config, shape.n_ctx))
+            self.kv = stack.enter_context(KVCache(ggml, config, shape.n_ctx, shape.n_tree))
             self._backend = stack.enter_context(Backend(ggml, n_threads))
-            self._context = stack.enter_context(Context(ggml, TENSORS, NODES))
+            self._context = stack.enter_context(Context(ggml, graph_tensors(shape.n_tree), graph_nodes(shape.n_tree)))
             self._workspace = stack.enter_context(Workspace(ggml, config, embedding, shape))
             self._allocator = stack.enter_context(GraphAllocator(ggml))
             for graph in wide_graphs(ggml, config, units, shape):
@@ -88,7 +88,28 @@ class Model(Owner):
         assert 0 < len(tokens) <= self.shape.n_batch
         self._require_open()
         self.kv.require(len(tokens))
-        blocks = tuple(self._blocks(len(tokens)))
+        self._pass(tokens, tuple(self._blocks(len(tokens))), after_layer)
+        self.kv.length += len(tokens)
+
+    def forward_tree(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        after_layer: Callable[[int], None] = lambda _layer: None,
+    ) -> None:
+        """One pass over the layers for a tree of up to n_tree tokens that comes behind the cache.
+
+        parents[i] is the row of token i's parent; row 0 is the root, whose parent is -1. Rows are in depth-first order:
+        a parent lies on the path of the row before. Each row has the bits that it would have in a text that is its
+        path. The cache keeps its length until `kv.keep(rows)` takes over those of a path.
+        """
+        assert 0 < len(tokens) <= self.shape.n_tree
+        self._require_open()
+        block = self._tree_block(parents)
+        self.kv.require(max(block.slots) + 1 - self.kv.length)
+        self._pass(tokens, (block,), after_layer)
+
+    def _pass(self, tokens: Sequence[int], blocks: Sequence[Block], after_layer: Callable[[int], None]) -> None:
         for block in blocks:
             self._embed(tokens[block.start : block.start + block.n], block)
         # Closed at once when a layer fails, so that its slot is free before anybody looks at the error.
@@ -97,7 +118,6 @@ class Model(Owner):
                 for block in blocks:
                     self._layer(layer, weights, block)
                 after_layer(layer)
-        self.kv.length += len(tokens)
 
     def project(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """Logits [len(rows), n_vocab] of rows of the last `forward`, counted from its first token.
@@ -140,7 +160,19 @@ class Model(Owner):
         for start in range(0, n_rows, GRAPH_ROWS):
             n = min(GRAPH_ROWS, n_rows - start)
             slot = self.kv.length + start
-            yield Block(start, n, self.shape.padded(n), slot, round_up(slot + n, SLOT_MULTIPLE))
+            slots = tuple(range(slot, slot + n))
+            yield Block(start, n, self.shape.padded(n), slots, round_up(slot + n, SLOT_MULTIPLE))
+
+    def _tree_block(self, parents: Sequence[int]) -> Block:
+        n, m = len(parents), self.shape.padded(len(parents))
+        depths = tree_depths(parents)
+        slots = tuple(self.kv.length + depth for depth in depths)
+        starts = [row for row in range(n) if row == 0 or parents[row] != row - 1]
+        runs = []
+        for first, end in zip(starts, [*starts[1:], n], strict=True):
+            width = self.shape.padded(end - first)
+            runs.append(Run(first, end - first, slots[first], min(first, m - width), width))
+        return Block(0, n, m, slots, round_up(max(slots) + 1, SLOT_MULTIPLE), tuple(runs))
 
     def _embed(self, tokens: Sequence[int], block: Block) -> None:
         space = self._workspace
@@ -161,8 +193,10 @@ class Model(Owner):
             mask=self._ggml.view_2d(self._context.handle, space.mask, block.n_kv, block.m, F16_BYTES * block.n_kv, 0),
             n=block.n,
             m=block.m,
-            first_slot=block.first_slot,
+            first_slot=block.slots[0],
             n_kv=block.n_kv,
+            runs=block.runs,
+            mixed=space.mixed,
         )
         freqs = self._small.get("rope_freqs.weight")
         kv = self.kv.layers[layer]
@@ -183,3 +217,16 @@ class Model(Owner):
         started = time.perf_counter()
         self._backend.compute(graph)
         return time.perf_counter() - started
+
+
+def tree_depths(parents: Sequence[int]) -> list[int]:
+    """Edges from the root to each row of a tree in depth-first order: a parent lies on the path of the row before."""
+    depths: list[int] = []
+    path: list[int] = []  # rows from the root to the last one
+    for row, parent in enumerate(parents):
+        while path and path[-1] != parent:
+            path.pop()
+        assert path or (row == 0 and parent == -1), "the rows of a tree must come depth-first"
+        path.append(row)
+        depths.append(len(path) - 1)
+    return depths

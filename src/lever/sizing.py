@@ -10,10 +10,10 @@ from lever.ggml import Buffer, Context, GraphAllocator, Library
 from lever.gguf import F16, F32, I32
 from lever.kv_cache import SLOT_MULTIPLE, LayerKV
 from lever.pages import PAGE
-from lever.transformer import F32_BYTES, NODES, TENSORS, Rows, Transformer
+from lever.transformer import F32_BYTES, Rows, Run, Transformer, graph_nodes, graph_tensors
 from lever.weights.plan import ModelUnits
 from lever.weights.tensors import overlay
-from lever.workspace import GRAPH_ROWS, ModelShape
+from lever.workspace import ModelShape
 
 
 def compute_nbytes(ggml: Library, config: ModelConfig, units: ModelUnits, shape: ModelShape, n_threads: int) -> int:
@@ -22,8 +22,7 @@ def compute_nbytes(ggml: Library, config: ModelConfig, units: ModelUnits, shape:
         intermediate = max(allocator.size_of(graph) for graph in wide_graphs(ggml, config, units, shape))
     # The work buffer serves one operation at a time: rows of a product, converted to the type that the weights are
     # dotted with, or a row of scores for each thread of SOFT_MAX.
-    rows = shape.padded(min(GRAPH_ROWS, shape.n_batch))
-    converted = rows * max(config.n_ff, config.n_embd, config.n_heads * config.head_dim)
+    converted = shape.graph_rows * max(config.n_ff, config.n_embd, config.n_heads * config.head_dim)
     return intermediate + F32_BYTES * max(converted, shape.n_slots * n_threads)
 
 
@@ -33,12 +32,12 @@ def wide_graphs(ggml: Library, config: ModelConfig, units: ModelUnits, shape: Mo
     A longer context does not always take more memory, so all are tried. They lie over addresses that are never read;
     each is valid until the next.
     """
-    m = shape.padded(min(GRAPH_ROWS, shape.n_batch))
+    m, n_tree = shape.graph_rows, shape.n_tree
     n_slots, transformer = shape.n_slots, Transformer(ggml, config)
     with ExitStack() as stack:
         buffer = stack.enter_context(Buffer(ggml, PAGE, 1 << 46))
-        inputs = stack.enter_context(Context(ggml, 8))
-        context = stack.enter_context(Context(ggml, TENSORS, NODES))
+        inputs = stack.enter_context(Context(ggml, 12))
+        context = stack.enter_context(Context(ggml, graph_tensors(n_tree), graph_nodes(n_tree)))
         places = [place for index in units.layers[0] for place in units.units[index].places]
         weights = overlay(ggml, places, PAGE, 1 << 46, stack)
         (matrix,) = overlay(ggml, units.units[units.projection[0]].places, PAGE, 1 << 46, stack).values()
@@ -48,12 +47,20 @@ def wide_graphs(ggml: Library, config: ModelConfig, units: ModelUnits, shape: Mo
 
         hidden = tensor(F32, config.n_embd, m)
         positions = buffer.place(ggml.new_tensor_1d(inputs.handle, I32, m), PAGE)
-        kv = LayerKV(tensor(F16, config.n_embd_kv, n_slots), tensor(F16, n_slots, config.n_embd_kv))
+        nodes = [tensor(F16, config.n_embd_kv, n_tree) for _ in range(2 if n_tree else 0)]
+        kv = LayerKV(tensor(F16, config.n_embd_kv, n_slots), tensor(F16, n_slots, config.n_embd_kv), *nodes)
+        mixed = tensor(F32, config.n_heads * config.head_dim, m)
         for n_kv in range(SLOT_MULTIPLE, n_slots + 1, SLOT_MULTIPLE):
             context.reset()
             mask = tensor(F16, n_kv, m, context)
             rows = Rows(hidden, positions, mask, n=m, m=m, first_slot=0, n_kv=n_kv)
             yield transformer.layer(context, 0, weights, None, kv, n_slots, rows)
+            for width in {n_tree, 1} if n_tree else ():
+                context.reset()
+                mask = tensor(F16, n_kv, m, context)
+                runs = tuple(Run(row, width, 0, row, width) for row in range(0, n_tree, width))
+                rows = Rows(hidden, positions, mask, n_tree, m, 0, n_kv, runs, mixed)
+                yield transformer.layer(context, 0, weights, None, kv, n_slots, rows)
         context.reset()
         band, n_logits = max(units.band_rows), shape.padded(shape.n_logits)
         chosen, logits = tensor(F32, config.n_embd, n_logits), tensor(F32, band, n_logits)

@@ -17,10 +17,35 @@ from lever.gguf import F32
 from lever.kv_cache import F16_BYTES, LayerKV
 
 F32_BYTES = 4
-NODES = 64  # more than any graph here has
-TENSORS = 2 * NODES  # nodes, and the views and inputs that are not nodes
+NODES = 64  # more than any graph here has, but for the runs of a tree
+RUN_NODES = 20  # more than a run of a tree adds
+
+
+def graph_nodes(n_runs: int) -> int:
+    """Nodes that a graph with so many runs may have."""
+    return NODES + RUN_NODES * n_runs
+
+
+def graph_tensors(n_runs: int) -> int:
+    """Tensors: nodes, and the views and inputs that are not nodes."""
+    return 2 * graph_nodes(n_runs)
+
 
 ROPE_NORMAL, ROPE_NEOX = 0, 2  # GGML_ROPE_TYPE_* of ggml.h
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows `first` to `first + n` of a tree, each the parent of the next; their keys lie from `slot` on.
+
+    They are computed together with the rows around them, `start` to `start + m`, where that makes a multiple.
+    """
+
+    first: int
+    n: int
+    slot: int
+    start: int
+    m: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +55,8 @@ class Rows:
     hidden: F32 [n_embd, m], read and overwritten; positions: I32 [m]; mask: F16 [n_kv, m], 0 or -inf. The first n
     rows are real, the others fill up the multiple; the real ones go to the slots from `first_slot` on; attention runs
     over the slots 0 to n_kv - 1.
+
+    Rows of a tree have `runs`, depth-first, and `mixed`, F32 [n_heads * head_dim, m], for what attention gives.
     """
 
     hidden: int
@@ -39,6 +66,8 @@ class Rows:
     m: int
     first_slot: int
     n_kv: int
+    runs: tuple[Run, ...] = ()
+    mixed: int = 0
 
 
 class Transformer:
@@ -71,8 +100,11 @@ class Transformer:
         graph = context.new_graph()
         x = self._norm(ctx, rows.hidden, w["attn_norm.weight"])
         queries, keys, values = self._heads(ctx, w, rope_freqs, x, rows)
-        self._store(ctx, graph, kv, n_slots, keys, values, rows)
-        x = self._attention(ctx, kv, n_slots, queries, rows)
+        if rows.runs:
+            x = self._tree_attention(ctx, graph, kv, n_slots, queries, keys, values, rows)
+        else:
+            self._store(ctx, graph, kv, n_slots, keys, values, rows)
+            x = self._attend(ctx, *self._wide(ctx, kv, n_slots, rows.n_kv), queries, rows.mask, rows.m)
         x = self._linear(ctx, w, "attn_output", x)
         residual = ggml.add(ctx, x, rows.hidden)
         x = self._norm(ctx, residual, w["ffn_norm.weight"])
@@ -123,21 +155,64 @@ class Transformer:
         value_slots = ggml.view_2d(ctx, kv.values, rows.n, width, value_row, rows.first_slot * F16_BYTES)
         ggml.build_forward_expand(graph, ggml.cpy(ctx, ggml.transpose(ctx, new_values), value_slots))
 
-    def _attention(self, ctx: int, kv: LayerKV, n_slots: int, queries: int, rows: Rows) -> int:
-        """Attention of every row over the slots that its mask shows: [n_heads * head_dim, m].
+    def _tree_attention(
+        self, ctx: int, graph: int, kv: LayerKV, n_slots: int, queries: int, keys: int, values: int, rows: Rows
+    ) -> int:
+        """Attention of the rows of a tree: path by path, each row over the slots of plain decoding.
 
-        Keys and values are widened to F32 first. ggml's F16 products sum in F16 on CPUs that compute in it
-        (AVX512-FP16, Armv8.2 fp16): scores of real models overflow there, and what does not has three digits.
+        A sum over slots depends on where a term sits, so the keys of a path must lie behind the context in the order of
+        the text. Runs come depth-first: each overwrites the slots from its own on, and those before hold its ancestors.
+        Returns [n_heads * head_dim, m].
+        """
+        ggml, c = self._ggml, self._config
+        width, head = c.n_embd_kv, c.head_dim
+        node_row = F16_BYTES * width
+        for new, nodes in ((keys, kv.node_keys), (values, kv.node_values)):
+            real = ggml.view_2d(ctx, new, width, rows.n, F32_BYTES * width, 0)
+            ggml.build_forward_expand(graph, ggml.cpy(ctx, real, ggml.view_2d(ctx, nodes, width, rows.n, node_row, 0)))
+        wide_keys, wide_values = self._wide(ctx, kv, n_slots, rows.n_kv)
+        slot_row, mixed_row = F32_BYTES * head, F32_BYTES * head * c.n_heads
+        slots_row = F32_BYTES * rows.n_kv
+        for run in rows.runs:
+            shape, at = (head, run.n, c.n_kv_heads), run.first * node_row
+            source = ggml.view_3d(ctx, kv.node_keys, *shape, node_row, F16_BYTES * head, at)
+            target = ggml.view_3d(ctx, wide_keys, *shape, slot_row, slot_row * rows.n_kv, run.slot * slot_row)
+            ggml.build_forward_expand(graph, ggml.cpy(ctx, source, target))
+            source = ggml.view_3d(ctx, kv.node_values, *shape, node_row, F16_BYTES * head, at)
+            target = ggml.view_3d(
+                ctx, wide_values, run.n, head, c.n_kv_heads, slots_row, slots_row * head, run.slot * F32_BYTES
+            )
+            ggml.build_forward_expand(graph, ggml.cpy(ctx, ggml.permute(ctx, source, 1, 0, 2, 3), target))
+            of_run = ggml.view_3d(ctx, queries, head, c.n_heads, run.m, slot_row, mixed_row, run.start * mixed_row)
+            mask_row = F16_BYTES * rows.n_kv
+            mask = ggml.view_2d(ctx, rows.mask, rows.n_kv, run.m, mask_row, run.start * mask_row)
+            joined = self._attend(ctx, wide_keys, wide_values, of_run, mask, run.m)
+            part = ggml.view_2d(ctx, joined, head * c.n_heads, run.n, mixed_row, (run.first - run.start) * mixed_row)
+            place = ggml.view_2d(ctx, rows.mixed, head * c.n_heads, run.n, mixed_row, run.first * mixed_row)
+            ggml.build_forward_expand(graph, ggml.cpy(ctx, part, place))
+        together: int = ggml.view_2d(ctx, rows.mixed, head * c.n_heads, rows.m, mixed_row, 0)
+        return together
+
+    def _wide(self, ctx: int, kv: LayerKV, n_slots: int, n_kv: int) -> tuple[int, int]:
+        """Keys [head_dim, n_kv, n_kv_heads] and values [n_kv, head_dim, n_kv_heads] of the first slots, as F32.
+
+        Widened, since ggml's F16 products sum in F16 on CPUs that compute in it (AVX512-FP16, Armv8.2 fp16): scores of
+        real models overflow there, and what does not has three digits.
         """
         ggml, c = self._ggml, self._config
         key_row, value_row = F16_BYTES * c.n_embd_kv, F16_BYTES * n_slots
-        keys = ggml.view_3d(ctx, kv.keys, c.head_dim, rows.n_kv, c.n_kv_heads, key_row, F16_BYTES * c.head_dim, 0)
-        values = ggml.view_3d(ctx, kv.values, rows.n_kv, c.head_dim, c.n_kv_heads, value_row, value_row * c.head_dim, 0)
+        keys = ggml.view_3d(ctx, kv.keys, c.head_dim, n_kv, c.n_kv_heads, key_row, F16_BYTES * c.head_dim, 0)
+        values = ggml.view_3d(ctx, kv.values, n_kv, c.head_dim, c.n_kv_heads, value_row, value_row * c.head_dim, 0)
+        return ggml.cast(ctx, keys, F32), ggml.cast(ctx, values, F32)
+
+    def _attend(self, ctx: int, keys: int, values: int, queries: int, mask: int, m: int) -> int:
+        """Attention of m rows over the slots that their mask shows: [n_heads * head_dim, m]."""
+        ggml, c = self._ggml, self._config
         queries = ggml.permute(ctx, queries, 0, 2, 1, 3)
-        scores = ggml.mul_mat(ctx, ggml.cast(ctx, keys, F32), queries)  # [n_kv, m, n_heads]
-        shares = ggml.soft_max_ext(ctx, scores, rows.mask, 1.0 / math.sqrt(c.head_dim), 0.0)
-        mixed = ggml.mul_mat(ctx, ggml.cast(ctx, values, F32), shares)  # [head_dim, m, n_heads]
-        joined: int = ggml.cont_2d(ctx, ggml.permute(ctx, mixed, 0, 2, 1, 3), c.head_dim * c.n_heads, rows.m)
+        scores = ggml.mul_mat(ctx, keys, queries)  # [n_kv, m, n_heads]
+        shares = ggml.soft_max_ext(ctx, scores, mask, 1.0 / math.sqrt(c.head_dim), 0.0)
+        mixed = ggml.mul_mat(ctx, values, shares)  # [head_dim, m, n_heads]
+        joined: int = ggml.cont_2d(ctx, ggml.permute(ctx, mixed, 0, 2, 1, 3), c.head_dim * c.n_heads, m)
         return joined
 
     def _rope(self, ctx: int, x: int, rope_freqs: int | None, positions: int) -> int:

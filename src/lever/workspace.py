@@ -16,7 +16,7 @@ from lever.gguf import F16, F32, I32
 from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE
 from lever.owner import Owner
 from lever.pages import Pages, round_up
-from lever.transformer import F32_BYTES
+from lever.transformer import F32_BYTES, Run
 from lever.weights.embedding import EmbeddingRows
 
 GRAPH_ROWS = 32  # rows of one graph: enough for the kernels' full rate, few enough for a small compute buffer
@@ -29,12 +29,18 @@ class ModelShape:
     n_ctx: int  # positions of the KV cache
     n_batch: int = 512  # rows of one pass over the layers
     n_logits: int = 4  # rows whose logits are held at once
+    n_tree: int = 0  # rows of a tree at most; 0: no trees
     row_multiple: int = 4  # graphs have a multiple of so many rows (`lever.ggml.probe`)
 
     @property
     def n_slots(self) -> int:
         """Slots of the KV cache."""
         return round_up(self.n_ctx, SLOT_MULTIPLE)
+
+    @property
+    def graph_rows(self) -> int:
+        """Rows of one graph at most. A tree is computed in one, a prompt in several."""
+        return self.padded(max(min(GRAPH_ROWS, self.n_batch), self.n_tree))
 
     def padded(self, n_rows: int) -> int:
         """The number of rows that a graph for `n_rows` has."""
@@ -43,13 +49,18 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows `start` to `start + n` of a pass, computed as one graph of m rows; they go to `first_slot` onwards."""
+    """Rows `start` to `start + n` of a pass, computed as one graph of m rows.
+
+    Row i sees the slots up to `slots[i]`, its own. Rows of a prompt go to consecutive ones; those of a tree, which has
+    `runs`, share slots with rows of the same depth.
+    """
 
     start: int
     n: int
     m: int
-    first_slot: int
+    slots: tuple[int, ...]
     n_kv: int  # slots that attention runs over
+    runs: tuple[Run, ...] = ()
 
 
 class Workspace(Owner):
@@ -58,16 +69,19 @@ class Workspace(Owner):
     def __init__(self, ggml: Library, config: ModelConfig, embedding: EmbeddingRows, shape: ModelShape) -> None:
         self._ggml = ggml
         self._shown: Block | None = None
-        n_rows, n_logits = shape.padded(shape.n_batch), shape.padded(shape.n_logits)
+        n_rows, n_logits = _widths(shape)
         with ExitStack() as stack:
-            self._context = stack.enter_context(Context(ggml, 7))
+            self._context = stack.enter_context(Context(ggml, 8))
             rows = functools.partial(self._rows, stack)
             self.hidden, self.hidden_array = rows(F32, np.float32, n_rows, config.n_embd)
             self.chosen, self.chosen_array = rows(F32, np.float32, n_logits, config.n_embd)
             self.logits, self.logits_array = rows(F32, np.float32, n_logits, config.n_vocab)
-            self.mask, self._mask_array = rows(F16, np.float16, GRAPH_ROWS, shape.n_slots)
-            self.positions, positions = rows(I32, np.int32, 1, GRAPH_ROWS)
-            self.ids, ids = rows(I32, np.int32, 1, GRAPH_ROWS)
+            self.mask, self._mask_array = rows(F16, np.float16, shape.graph_rows, shape.n_slots)
+            self.positions, positions = rows(I32, np.int32, 1, shape.graph_rows)
+            self.ids, ids = rows(I32, np.int32, 1, shape.graph_rows)
+            self.mixed = 0
+            if shape.n_tree:
+                self.mixed, _ = rows(F32, np.float32, shape.padded(shape.n_tree), config.n_heads * config.head_dim)
             self.table = self._embedding_table(stack, embedding)
             self._cleanup = stack.pop_all()
         self._positions_array, self.ids_array = positions[0], ids[0]
@@ -75,15 +89,16 @@ class Workspace(Owner):
     @staticmethod
     def nbytes(config: ModelConfig, shape: ModelShape) -> int:
         """Bytes that a workspace takes, before there is one. (Positions and ids are a page each.)"""
-        n_rows, n_logits = shape.padded(shape.n_batch), shape.padded(shape.n_logits)
+        n_rows, n_logits = _widths(shape)
         floats = (n_rows + n_logits) * config.n_embd + n_logits * config.n_vocab
-        return F32_BYTES * floats + F16_BYTES * GRAPH_ROWS * shape.n_slots
+        floats += shape.padded(shape.n_tree) * config.n_heads * config.head_dim
+        return F32_BYTES * floats + F16_BYTES * shape.graph_rows * shape.n_slots
 
     def show(self, block: Block) -> None:
         """Positions and mask for the rows of a block: each sees the slots up to its own. Padding repeats the last."""
         if block == self._shown:
             return
-        slots = block.first_slot + np.minimum(np.arange(block.m), block.n - 1)
+        slots = np.pad(block.slots, (0, block.m - block.n), "edge")
         self._shown = None  # until all is in place: an interrupt must not leave a half of it behind
         self._positions_array[: block.m] = slots
         mask = self._mask_array.reshape(-1)[: block.m * block.n_kv].reshape(block.m, block.n_kv)
@@ -112,3 +127,8 @@ class Workspace(Owner):
         """A tensor [length, rows] at the start of memory of somebody's."""
         buffer = stack.enter_context(Buffer(self._ggml, address, nbytes))
         return buffer.place(self._ggml.new_tensor_2d(self._context.handle, kind, length, rows), address)
+
+
+def _widths(shape: ModelShape) -> tuple[int, int]:
+    """Rows of hidden states, and rows of logits."""
+    return shape.padded(max(shape.n_batch, shape.n_tree)), shape.padded(shape.n_logits)

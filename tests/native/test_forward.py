@@ -110,7 +110,7 @@ def far_positions(monkeypatch: pytest.MonkeyPatch) -> Sequence[int]:
 
     def show_far(self: Workspace, block: Block) -> None:
         show(self, block)
-        slots = block.first_slot + np.minimum(np.arange(block.m), block.n - 1)
+        slots = np.pad(block.slots, (0, block.m - block.n), "edge")
         self._positions_array[: block.m] = np.array(FAR)[slots]
 
     monkeypatch.setattr(Workspace, "show", show_far)
