@@ -94,6 +94,14 @@ class KVCache(Owner):
         self._written = max(self._written, end)
         self.length = end
 
+    def gather(self, slots: Sequence[int], n_text: int) -> None:
+        """Of the rows behind the text, numbered from its end, keep these in this order; the first n_text are text now."""
+        assert n_text <= len(slots)
+        chosen, end = self.length + np.asarray(slots, int), self.length + len(slots)
+        self._keys[:, self.length : end] = self._keys[:, chosen]
+        self._values[:, :, self.length : end] = self._values[:, :, chosen]
+        self.length += n_text
+
     def truncate(self, length: int) -> None:
         """Keep only the first `length` rows. What lies behind them becomes zeros.
 

@@ -109,6 +109,26 @@ class Model(Owner):
         self.kv.require(max(block.slots) + 1 - self.kv.length)
         self._pass(tokens, (block,), after_layer)
 
+    def forward_nodes(
+        self, tokens: Sequence[int], first: int, depths: Sequence[int], visible: NDArray[np.bool_]
+    ) -> None:
+        """One pass for up to n_tree tokens of a tree whose rows stay behind the text, for a draft.
+
+        The rows go to the places `first`, `first` + 1 and so on, counted from the end of the text; depths[i] is row i's
+        distance from the text's last token. visible [n, first + n]: which of the rows behind the text each row sees,
+        its own among them; all see the text. Not bit-equal to plain decoding: keys lie in another order.
+        """
+        n, length = len(tokens), self.kv.length
+        assert 0 < n <= self.shape.n_tree
+        self._require_open()
+        self.kv.require(first + n)
+        slots = tuple(range(length + first, length + first + n))
+        positions = tuple(length - 1 + depth for depth in depths)
+        seen = np.concatenate([np.ones((n, length), bool), visible], axis=1)
+        n_kv = round_up(length + first + n, SLOT_MULTIPLE)
+        block = Block(0, n, self.shape.padded(n), slots, n_kv, positions=positions, visible=seen)
+        self._pass(tokens, (block,), lambda _layer: None)
+
     def _pass(self, tokens: Sequence[int], blocks: Sequence[Block], after_layer: Callable[[int], None]) -> None:
         for block in blocks:
             self._embed(tokens[block.start : block.start + block.n], block)

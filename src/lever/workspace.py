@@ -47,7 +47,7 @@ class ModelShape:
         return round_up(n_rows, self.row_multiple)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Block:
     """Rows `start` to `start + n` of a pass, computed as one graph of m rows.
 
@@ -61,6 +61,8 @@ class Block:
     slots: tuple[int, ...]
     n_kv: int  # slots that attention runs over
     runs: tuple[Run, ...] = ()
+    positions: tuple[int, ...] | None = None  # of each row, where it is not its slot
+    visible: NDArray[np.bool_] | None = None  # [n, slots] that each row sees, where it is not all up to its own
 
 
 class Workspace(Owner):
@@ -96,15 +98,18 @@ class Workspace(Owner):
 
     def show(self, block: Block) -> None:
         """Positions and mask for the rows of a block: each sees the slots up to its own. Padding repeats the last."""
-        if block == self._shown:
+        if block is self._shown:
             return
-        slots = np.pad(block.slots, (0, block.m - block.n), "edge")
         self._shown = None  # until all is in place: an interrupt must not leave a half of it behind
-        self._positions_array[: block.m] = slots
+        padding = (0, block.m - block.n)
+        self._positions_array[: block.m] = np.pad(block.positions or block.slots, padding, "edge")
         mask = self._mask_array.reshape(-1)[: block.m * block.n_kv].reshape(block.m, block.n_kv)
         mask.fill(-np.inf)
-        for row, slot in enumerate(slots):
-            mask[row, : slot + 1] = 0
+        if block.visible is None:
+            for row, slot in enumerate(np.pad(block.slots, padding, "edge")):
+                mask[row, : slot + 1] = 0
+        else:
+            mask[:, : block.visible.shape[1]][np.pad(block.visible, (padding, (0, 0)), "edge")] = 0
         self._shown = block
 
     def close(self) -> None:
