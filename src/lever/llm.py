@@ -14,15 +14,17 @@ from lever.arch import ModelConfig
 from lever.chat import ChatTemplate
 from lever.engine import Engine, FinishReason, Step
 from lever.errors import Cancelled, TemplateError, UsageError
+from lever.ggml import load
 from lever.gguf import GGUF
-from lever.loader import LoadedModel, ModelSettings, Progress
-from lever.memory import peak_rss_bytes
+from lever.loader import PYTHON, LoadedModel, ModelSettings, Progress, plan
+from lever.memory import Ledger, peak_rss_bytes, rss_bytes
 from lever.owner import Owner
 from lever.sample import Sampler
 from lever.settings import SamplerSettings
 from lever.stats import RunStats
 from lever.text import StopMatcher
 from lever.tokenizer import StreamDecoder, Tokenizer
+from lever.weights.plan import model_units
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +52,13 @@ class LLM(Owner):
     """A model that answers. One request at a time."""
 
     def __init__(self, path: Path, settings: ModelSettings, *, name: str = "") -> None:
-        """Read the file's header and build the tokenizer: enough to encode prompts. Errors as in `lever.errors`."""
+        """Read the file's header and build the tokenizer: enough to encode prompts. Errors as in `lever.errors`.
+
+        DoesNotFit before the tokenizer is built, which takes a hundred megabytes for a moment.
+        """
         self.name = name or str(path)
         self._settings = settings
-        self._gguf, self.config, self.tokenizer = _read(path)
+        self._gguf, self.config, self.tokenizer = _read(path, settings)
         self._loaded: LoadedModel | None = None
 
     def load(self, progress: Progress | None = None) -> LoadedModel:
@@ -197,13 +202,27 @@ class Generation:
         return piece + self._stops.flush()
 
 
-def _read(path: Path) -> tuple[GGUF, ModelConfig, Tokenizer]:
+def _read(path: Path, settings: ModelSettings) -> tuple[GGUF, ModelConfig, Tokenizer]:
     """The header without the lists of its vocabulary, and what is made of it."""
     gguf = gguf_file.read(path)
-    config, tokenizer = ModelConfig.from_gguf(gguf), Tokenizer.from_gguf(gguf)
+    config = ModelConfig.from_gguf(gguf)
+    _require_room(gguf, config, settings)
+    tokenizer = Tokenizer.from_gguf(gguf)
     dropped = {f"tokenizer.ggml.{key}" for key in VOCABULARY_KEYS}
     kept = {key: value for key, value in gguf.metadata.items() if key not in dropped}
     return replace(gguf, metadata=kept), config, tokenizer
+
+
+def _require_room(gguf: GGUF, config: ModelConfig, settings: ModelSettings) -> None:
+    """DoesNotFit for a budget too small for the model, or for building its tokenizer.
+
+    The plan counts Python's memory as it is now, with the lists of the vocabulary. The tokenizer takes more than these
+    when it takes their place, so nothing is refused here that would fit later.
+    """
+    plan(load(), config, model_units(gguf, config), gguf.tensors["token_embd.weight"], settings)
+    ledger = Ledger(settings.dram, ("give more with --dram",))
+    ledger.reserve(PYTHON, rss_bytes())
+    ledger.reserve("building the tokenizer", Tokenizer.building_nbytes(gguf))
 
 
 def _without_end(settings: GenerationSettings, tokenizer: Tokenizer) -> SamplerSettings:
