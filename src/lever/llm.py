@@ -12,11 +12,11 @@ from pathlib import Path
 from lever import gguf as gguf_file
 from lever.arch import ModelConfig
 from lever.chat import ChatTemplate
-from lever.engine import Engine, FinishReason, Step
+from lever.engine import Engine, FinishReason, Step, check_prompt
 from lever.errors import Cancelled, TemplateError, UsageError
 from lever.ggml import load
 from lever.gguf import GGUF
-from lever.loader import PYTHON, LoadedModel, ModelSettings, Progress, plan
+from lever.loader import PYTHON, LoadedModel, ModelSettings, Progress, most_ctx, plan
 from lever.memory import Ledger, peak_rss_bytes, rss_bytes
 from lever.owner import Owner
 from lever.sample import Sampler
@@ -96,13 +96,18 @@ class LLM(Owner):
             raise TemplateError(f"{self.name} has no chat template: use --raw to go on from the bare text")
         return self.template.encode(self.tokenizer, messages)
 
+    def check(self, prompt: Sequence[int]) -> None:
+        """UsageError or ContextOverflow for a prompt that cannot be answered, as far as that is known before `load`."""
+        check_prompt(prompt, self._loaded.shape.n_ctx if self._loaded else most_ctx(self.config, self._settings))
+
     def generate(
         self,
         prompt: Sequence[int],
         settings: GenerationSettings,
         on_prefill: Callable[[int], None] = lambda _n_tokens: None,
     ) -> Generation:
-        """Start an answer; iterate over it for its text."""
+        """Start an answer; iterate over it for its text. Errors as of `check`, before anything is loaded."""
+        self.check(prompt)
         return Generation(self, prompt, settings, on_prefill)
 
     def close(self) -> None:

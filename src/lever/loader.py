@@ -147,11 +147,16 @@ def usable_threads(n_threads: int, row_multiple: int) -> int:
     return n_threads if row_multiple == 1 else 1 << (n_threads.bit_length() - 1)
 
 
+def most_ctx(config: ModelConfig, settings: ModelSettings) -> int:
+    """Positions asked for; if none were, those that the budget may cut."""
+    return settings.n_ctx or min(DEFAULT_CTX, config.n_ctx_train)
+
+
 def plan(
     ggml: Library, config: ModelConfig, units: ModelUnits, table: TensorInfo, settings: ModelSettings
 ) -> tuple[ModelShape, Plan]:
     """What fits in the budget. A context that was not asked for is halved until it does, down to 512 positions."""
-    n_ctx = settings.n_ctx or min(DEFAULT_CTX, config.n_ctx_train)
+    n_ctx = most_ctx(config, settings)
     if n_ctx > config.n_ctx_train:
         raise UsageError(f"a context of {n_ctx} is beyond the {config.n_ctx_train} that the model was trained for")
     types = {place.tensor.type for unit in units.units for place in unit.places}

@@ -46,7 +46,7 @@ class Lever:
     def __init__(self, home: Path, bytecode: Path) -> None:
         theirs = ("LEVER_", "FORCE_COLOR", "COLUMNS", "PYTHONDONTWRITEBYTECODE")
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
-        self.environment |= {"LEVER_HOME": str(home), "LEVER_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.environment |= {"LEVER_HOME": str(home), "LEVER_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
         self.environment["PYTHONPYCACHEPREFIX"] = str(bytecode)  # compiled once, not for each process
 
     def __call__(
@@ -239,6 +239,16 @@ def test_a_prompt_longer_than_the_context_is_told_with_both_numbers(lever: Lever
 
     assert (done.returncode, done.stdout) == (1, b"")
     assert re.search(r"the prompt has 6\d\d tokens and the context 512", one_line(done.stderr))
+
+
+@pytest.mark.parametrize(("flags", "n_ctx"), [([], 512), (["-c", "300"], 300)])
+def test_a_prompt_longer_than_any_context_there_can_be_is_refused_before_a_weight_is_read(
+    lever: Lever, model: Path, flags: list[str], n_ctx: int
+) -> None:
+    done = lever("run", model, "x" * 600, *flags, device={"broken": range(1 << 40)})
+
+    assert done.returncode == 1
+    assert re.search(rf"the prompt has 6\d\d tokens and the context {n_ctx}: .* -c", one_line(done.stderr))
 
 
 def test_a_raw_empty_prompt_needs_a_start_token(lever: Lever, models: Path) -> None:

@@ -49,7 +49,8 @@ def answer(question: Question, settings: ModelSettings, request: GenerationSetti
     if not question.text and not question.raw:
         raise UsageError("the prompt is empty: there is nothing to answer")
     with bar(quiet=output.quiet) as progress, _open(question.model, settings, progress, output) as llm:
-        prompt = _encode(llm, question)  # before anything large is read: it may be refused
+        prompt = _encode(llm, question)
+        llm.check(prompt)  # before anything large is read
         _load(llm, progress)
         waiting = _Waiting(llm, len(prompt), progress, quiet=output.quiet)
         generation = llm.generate(prompt, request, waiting.read)
