@@ -174,23 +174,24 @@ class Generation:
             yield from self._pieces()
         except Cancelled:
             self.finish_reason = None
+            yield from self._show(self._stops.flush())  # no stop string will come: it is text like any other
         finally:
             self.stats.peak_rss_bytes = peak_rss_bytes()
 
     def _pieces(self) -> Iterator[str]:
         for step in self._steps:
             piece, stopped = self._take(step)
-            if piece:
-                self.text += piece
-                yield piece
+            yield from self._show(piece)
             if stopped:
                 self.finish_reason = "stop"
                 return
         self.finish_reason = self.finish_reason or "length"  # no token was asked for
-        tail = self._last_text()
-        if tail:
-            self.text += tail
-            yield tail
+        yield from self._show(self._last_text())
+
+    def _show(self, piece: str) -> Iterator[str]:
+        if piece:
+            self.text += piece
+            yield piece
 
     def _take(self, step: Step) -> tuple[str, bool]:
         """Text that a step makes safe to show, and whether it completes a stop string."""

@@ -552,6 +552,18 @@ def test_ctrl_c_while_text_comes_keeps_it_and_prints_figures(lever: Lever, model
     assert len(whole) > len(first + rest)
 
 
+def test_ctrl_c_shows_what_was_held_back_for_a_stop_string(lever: Lever, model: Path) -> None:
+    words = ("run", model, "Hello", "-l", "65+1000", "--stop", "AAAB", "--pin", "0")  # A, for as long as it goes on
+    with lever.started(*words, device={"delay_s": 0.02}) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(5)
+        rest, err = interrupt(process)
+    n_tokens = re.match(r"\n?(\d+) tokens, ", err.decode())
+
+    assert n_tokens is not None
+    assert first + rest == b"A" * int(n_tokens[1]) + b"\n"
+
+
 # --- info ---------------------------------------------------------------------------------------------------
 
 
