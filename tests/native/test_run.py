@@ -564,6 +564,19 @@ def test_ctrl_c_shows_what_was_held_back_for_a_stop_string(lever: Lever, model: 
     assert first + rest == b"A" * int(n_tokens[1]) + b"\n"
 
 
+def test_ctrl_c_that_is_meant_for_others_changes_nothing(lever: Lever, model: Path) -> None:
+    """A shell lets what it starts in the background ignore it."""
+    ignoring = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh", *lever._command({"delay_s": 0.02})]
+    words = ["run", str(model), "Hello", "-l", "65+1000", "-n", "9", "--pin", "0", "-q"]
+    with subprocess.Popen([*ignoring, *words], stdout=subprocess.PIPE, env=lever.environment) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+
+    assert (process.returncode, first + rest) == (0, b"A" * 9 + b"\n")
+
+
 # --- info ---------------------------------------------------------------------------------------------------
 
 

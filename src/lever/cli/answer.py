@@ -145,8 +145,11 @@ def _show(generation: Generation, progress: Bar, *, to_stdout: bool) -> bool:
 
 @contextmanager
 def _on_interrupt(act: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C does this once, and what it did before the next time."""
+    """Ctrl-C does this once, and what it did before the next time. Where it is ignored it stays so."""
     before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:  # in the background of a script, say, where it is meant for others
+        yield
+        return
 
     def handle(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, before)
