@@ -564,6 +564,18 @@ def test_ctrl_c_shows_what_was_held_back_for_a_stop_string(lever: Lever, model: 
     assert first + rest == b"A" * int(n_tokens[1]) + b"\n"
 
 
+def test_a_second_ctrl_c_ends_at_once_and_the_line_too(lever: Lever, model: Path) -> None:
+    words = ("run", model, "x", "--raw", "-l", "65+1000", "--pin", "0", "-q")
+    with lever.started(*words, device={"delay_s": 0.3}) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)  # of the third of a second that a layer takes
+        rest, err = interrupt(process)
+
+    assert (process.returncode, first + rest, err) == (130, b"A\n", b"")
+
+
 def test_ctrl_c_that_is_meant_for_others_changes_nothing(lever: Lever, model: Path) -> None:
     """A shell lets what it starts in the background ignore it."""
     ignoring = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh", *lever._command({"delay_s": 0.02})]

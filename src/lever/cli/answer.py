@@ -128,15 +128,20 @@ def _show(generation: Generation, progress: Bar, *, to_stdout: bool) -> bool:
     Ctrl-C ends the answer between two layers, where everything is whole; a second one ends the program at once.
     """
     pieces = iter(generation)
-    with _on_interrupt(generation.cancel):
-        first = next(pieces, "")
-        progress.finish()
-        if not (to_stdout and same_place()):  # there, the text is sign of life enough
-            progress.start(None, "writing")
-        for piece in chain([first], pieces):
-            if to_stdout:
-                write(piece)
-            progress.tell(_speed(generation.stats))
+    try:
+        with _on_interrupt(generation.cancel):
+            first = next(pieces, "")
+            progress.finish()
+            if not (to_stdout and same_place()):  # there, the text is sign of life enough
+                progress.start(None, "writing")
+            for piece in chain([first], pieces):
+                if to_stdout:
+                    write(piece)
+                progress.tell(_speed(generation.stats))
+    except BaseException:
+        if to_stdout and generation.text:  # what comes next, an error or a shell's prompt, begins a line
+            write("\n")
+        raise
     progress.finish()
     if to_stdout:
         write("\n")
