@@ -61,7 +61,7 @@ class Engine:
         Cancelled is raised and the engine is ready for another prompt. ContextOverflow when the prompt leaves no room
         for a new token. LeverError when it is gone on with after another prompt was begun.
         """
-        self._check(prompt)
+        check_prompt(prompt, self._model.shape.n_ctx)
         self._request += 1
         request = self._request
         tokens = list(prompt)
@@ -84,15 +84,6 @@ class Engine:
                 raise LeverError("another answer has been started since: one at a time")
             logits = self._cycle(token, cancelled)
             stats.cycles += 1
-
-    def _check(self, prompt: Sequence[int]) -> None:
-        if not prompt:
-            raise UsageError("the prompt is empty: there is nothing to go on from")
-        n_ctx = self._model.shape.n_ctx
-        if len(prompt) >= n_ctx:
-            raise ContextOverflow(
-                f"the prompt has {len(prompt)} tokens and the context {n_ctx}: shorten it or give more with -c"
-            )
 
     def _prefill(
         self,
@@ -142,6 +133,16 @@ class Engine:
         logits: NDArray[np.float32] = self._model.project([0])[0]
         self._pass_threads.observe(*clock.lap())
         return logits
+
+
+def check_prompt(prompt: Sequence[int], n_ctx: int) -> None:
+    """UsageError for a prompt without tokens, ContextOverflow for one that leaves no room for a new token."""
+    if not prompt:
+        raise UsageError("the prompt is empty: there is nothing to go on from")
+    if len(prompt) >= n_ctx:
+        raise ContextOverflow(
+            f"the prompt has {len(prompt)} tokens and the context {n_ctx}: shorten it or give more with -c"
+        )
 
 
 class _Clock:

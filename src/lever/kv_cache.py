@@ -95,7 +95,7 @@ class KVCache(Owner):
         self.length = end
 
     def gather(self, slots: Sequence[int], n_text: int) -> None:
-        """Of the rows behind the text, numbered from its end, keep these in this order; the first n_text are text now."""
+        """Of the rows behind the text, numbered from its end, keep these, in order; the first n_text are text now."""
         assert n_text <= len(slots)
         chosen, end = self.length + np.asarray(slots, int), self.length + len(slots)
         self._keys[:, self.length : end] = self._keys[:, chosen]

@@ -12,11 +12,12 @@ from pathlib import Path
 from lever import gguf as gguf_file
 from lever.arch import ModelConfig
 from lever.chat import ChatTemplate
-from lever.engine import Engine, FinishReason, Step
+from lever.engine import Engine, FinishReason, Step, check_prompt
 from lever.errors import Cancelled, TemplateError, UsageError
+from lever.ggml import load
 from lever.gguf import GGUF
-from lever.loader import LoadedModel, ModelSettings, Progress
-from lever.memory import peak_rss_bytes
+from lever.loader import PYTHON, LoadedModel, ModelSettings, Progress, most_ctx, plan
+from lever.memory import Ledger, peak_rss_bytes, rss_bytes
 from lever.owner import Owner
 from lever.sample import Sampler
 from lever.settings import SamplerSettings
@@ -50,10 +51,13 @@ class LLM(Owner):
     """A model that answers. One request at a time."""
 
     def __init__(self, path: Path, settings: ModelSettings, *, name: str = "") -> None:
-        """Read the file's header and build the tokenizer: enough to encode prompts. Errors as in `lever.errors`."""
+        """Read the file's header and build the tokenizer: enough to encode prompts. Errors as in `lever.errors`.
+
+        DoesNotFit before the tokenizer is built, which takes a hundred megabytes for a moment.
+        """
         self.name = name or str(path)
         self._settings = settings
-        self._gguf, self.config, self.tokenizer = _read(path)
+        self._gguf, self.config, self.tokenizer = _read(path, settings)
         self._loaded: LoadedModel | None = None
 
     def load(self, progress: Progress | None = None) -> LoadedModel:
@@ -91,13 +95,18 @@ class LLM(Owner):
             raise TemplateError(f"{self.name} has no chat template: use --raw to go on from the bare text")
         return self.template.encode(self.tokenizer, messages)
 
+    def check(self, prompt: Sequence[int]) -> None:
+        """UsageError or ContextOverflow for a prompt that cannot be answered, as far as that is known before `load`."""
+        check_prompt(prompt, self._loaded.shape.n_ctx if self._loaded else most_ctx(self.config, self._settings))
+
     def generate(
         self,
         prompt: Sequence[int],
         settings: GenerationSettings,
         on_prefill: Callable[[int], None] = lambda _n_tokens: None,
     ) -> Generation:
-        """Start an answer; iterate over it for its text."""
+        """Start an answer; iterate over it for its text. Errors as of `check`, before anything is loaded."""
+        self.check(prompt)
         return Generation(self, prompt, settings, on_prefill)
 
     def close(self) -> None:
@@ -165,23 +174,24 @@ class Generation:
             yield from self._pieces()
         except Cancelled:
             self.finish_reason = None
+            yield from self._show(self._stops.flush())  # no stop string will come: it is text like any other
         finally:
             self.stats.peak_rss_bytes = peak_rss_bytes()
 
     def _pieces(self) -> Iterator[str]:
         for step in self._steps:
             piece, stopped = self._take(step)
-            if piece:
-                self.text += piece
-                yield piece
+            yield from self._show(piece)
             if stopped:
                 self.finish_reason = "stop"
                 return
         self.finish_reason = self.finish_reason or "length"  # no token was asked for
-        tail = self._last_text()
-        if tail:
-            self.text += tail
-            yield tail
+        yield from self._show(self._last_text())
+
+    def _show(self, piece: str) -> Iterator[str]:
+        if piece:
+            self.text += piece
+            yield piece
 
     def _take(self, step: Step) -> tuple[str, bool]:
         """Text that a step makes safe to show, and whether it completes a stop string."""
@@ -198,13 +208,27 @@ class Generation:
         return piece + self._stops.flush()
 
 
-def _read(path: Path) -> tuple[GGUF, ModelConfig, Tokenizer]:
+def _read(path: Path, settings: ModelSettings) -> tuple[GGUF, ModelConfig, Tokenizer]:
     """The header without the lists of its vocabulary, and what is made of it."""
     gguf = gguf_file.read(path)
-    config, tokenizer = ModelConfig.from_gguf(gguf), Tokenizer.from_gguf(gguf)
+    config = ModelConfig.from_gguf(gguf)
+    _require_room(gguf, config, settings)
+    tokenizer = Tokenizer.from_gguf(gguf)
     dropped = {f"tokenizer.ggml.{key}" for key in VOCABULARY_KEYS}
     kept = {key: value for key, value in gguf.metadata.items() if key not in dropped}
     return replace(gguf, metadata=kept), config, tokenizer
+
+
+def _require_room(gguf: GGUF, config: ModelConfig, settings: ModelSettings) -> None:
+    """DoesNotFit for a budget too small for the model, or for building its tokenizer.
+
+    The plan counts Python's memory as it is now, with the lists of the vocabulary. The tokenizer takes more than these
+    when it takes their place, so nothing is refused here that would fit later.
+    """
+    plan(load(), gguf, config, settings)
+    ledger = Ledger(settings.dram, ("give more with --dram",))
+    ledger.reserve(PYTHON, rss_bytes())
+    ledger.reserve("building the tokenizer", Tokenizer.building_nbytes(gguf))
 
 
 def _without_end(settings: GenerationSettings, tokenizer: Tokenizer) -> SamplerSettings:

@@ -168,12 +168,17 @@ def usable_threads(n_threads: int, row_multiple: int) -> int:
     return n_threads if row_multiple == 1 else 1 << (n_threads.bit_length() - 1)
 
 
+def most_ctx(config: ModelConfig, settings: ModelSettings) -> int:
+    """Positions asked for; if none were, those that the budget may cut."""
+    return settings.n_ctx or min(DEFAULT_CTX, config.n_ctx_train)
+
+
 def plan(ggml: Library, gguf: GGUF, config: ModelConfig, settings: ModelSettings) -> tuple[ModelShape, Plan]:
     """What fits in the budget. A context that was not asked for is halved until it does, down to 512 positions."""
     image, repacked = Image.of(gguf), settings.layout == "repacked"
     if image is not None and repacked:
         raise UsageError(f"{gguf.path} is a flash image and has its layout: leave out --layout")
-    n_ctx = settings.n_ctx or min(DEFAULT_CTX, config.n_ctx_train)
+    n_ctx = most_ctx(config, settings)
     if n_ctx > config.n_ctx_train:
         raise UsageError(f"a context of {n_ctx} is beyond the {config.n_ctx_train} that the model was trained for")
     in_layout = image.repacked if image is not None else gguf.tensors if repacked else ()

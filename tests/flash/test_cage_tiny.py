@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cage import Caged, NoCage, run_caged
-from tests.tiny import tiny_model
+from tests.tiny import CONTROL, NORMAL, byte_letters, tiny_model
 
 MIB = 1 << 20
 LEVER = "from lever.cli import main; main()"
@@ -51,6 +51,46 @@ def test_an_automatic_budget_is_a_share_of_what_the_cage_leaves(tmp_path: Path) 
     stats = json.loads(run.process.stdout)["stats"]
     assert 200 * MIB < stats["dram_budget_bytes"] < 300 * MIB  # 75 % of 400 MiB, less what the process held already
     assert stats["peak_rss_bytes"] < stats["dram_budget_bytes"]
+
+
+@pytest.fixture(scope="module")
+def wordy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model whose vocabulary is large: all pairs of letters, and many of three."""
+    letters = byte_letters()
+    pairs = [(a, b) for a in letters for b in letters]
+    merges = [*pairs, *((a + b, c) for a, b in pairs[:1000] for c in letters[:80])]
+    tokens = [*letters, *map("".join, merges), "<|im_end|>"]
+    metadata = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [NORMAL] * (len(tokens) - 1) + [CONTROL],
+        "tokenizer.ggml.merges": [f"{a} {b}" for a, b in merges],
+        "tokenizer.ggml.bos_token_id": len(tokens) - 1,
+        "tokenizer.ggml.eos_token_id": len(tokens) - 1,
+        "tokenizer.ggml.padding_token_id": len(tokens) - 1,
+    }
+    path = tmp_path_factory.mktemp("wordy") / "model.gguf"
+    return tiny_model(path, n_vocab=len(tokens), tied=True, metadata=metadata)
+
+
+def run_wordy(model: Path, mib: int) -> Caged:
+    """In a cage of its budget and a twentieth."""
+    words = ["run", str(model), "hello", "--json", "-n", "2", "--temp", "0", "--dram", f"{mib}MiB"]
+    return caged(mib * MIB * 21 // 20, LEVER, *words)
+
+
+@pytest.mark.parametrize("mib", [70, 100, 120, 140])
+def test_D8_a_budget_that_cannot_hold_the_tokenizer_while_it_is_built_is_refused(wordy: Path, mib: int) -> None:
+    run = run_wordy(wordy, mib)
+    assert (run.process.returncode, run.oom_kills) == (3, 0)
+    assert f"but the budget is {mib} MiB: Python " in run.process.stderr
+    assert "--dram" in run.process.stderr
+    assert "\n" not in run.process.stderr.strip()
+
+
+def test_a_budget_that_can_hold_the_tokenizer_while_it_is_built_is_not_exceeded(wordy: Path) -> None:
+    run = run_wordy(wordy, 200)
+    assert run.process.returncode == 0, run.process.stderr
+    assert json.loads(run.process.stdout)["stats"]["peak_rss_bytes"] < 200 * MIB
 
 
 def test_D2_a_run_is_one_process(tmp_path: Path) -> None:

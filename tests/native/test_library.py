@@ -221,6 +221,25 @@ def test_ids_that_are_not_in_the_table_are_those_that_ggml_withdrew(ggml: Librar
     assert {kind for kind in range(n_types) if ggml.blck_size(kind)} == set(TYPES)
 
 
+# ggml notes each matrix that it repacks; what it calls then must still be there.
+NOTES_AFTER_A_LIBRARY = """
+import gc
+from lever.ggml import Library, load
+from lever.ggml.lib import find_directory
+from lever.ggml.probe import probe
+
+used = load()
+Library(find_directory())
+gc.collect()
+probe(used, 2, repacked=True)
+"""
+
+
+def test_ggml_may_speak_when_a_library_of_ours_is_gone() -> None:
+    done = python(NOTES_AFTER_A_LIBRARY)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 # --- the repack buffer --------------------------------------------------------------------------------------
 
 

@@ -46,7 +46,7 @@ class Lever:
     def __init__(self, home: Path, bytecode: Path) -> None:
         theirs = ("LEVER_", "FORCE_COLOR", "COLUMNS", "PYTHONDONTWRITEBYTECODE")
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
-        self.environment |= {"LEVER_HOME": str(home), "LEVER_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.environment |= {"LEVER_HOME": str(home), "LEVER_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
         self.environment["PYTHONPYCACHEPREFIX"] = str(bytecode)  # compiled once, not for each process
 
     def __call__(
@@ -239,6 +239,16 @@ def test_a_prompt_longer_than_the_context_is_told_with_both_numbers(lever: Lever
 
     assert (done.returncode, done.stdout) == (1, b"")
     assert re.search(r"the prompt has 6\d\d tokens and the context 512", one_line(done.stderr))
+
+
+@pytest.mark.parametrize(("flags", "n_ctx"), [([], 512), (["-c", "300"], 300)])
+def test_a_prompt_longer_than_any_context_there_can_be_is_refused_before_a_weight_is_read(
+    lever: Lever, model: Path, flags: list[str], n_ctx: int
+) -> None:
+    done = lever("run", model, "x" * 600, *flags, device={"broken": range(1 << 40)})
+
+    assert done.returncode == 1
+    assert re.search(rf"the prompt has 6\d\d tokens and the context {n_ctx}: .* -c", one_line(done.stderr))
 
 
 def test_a_raw_empty_prompt_needs_a_start_token(lever: Lever, models: Path) -> None:
@@ -541,6 +551,43 @@ def test_ctrl_c_while_text_comes_keeps_it_and_prints_figures(lever: Lever, model
     whole = lever(*words).stdout
     assert whole.startswith((first + rest)[:-1])
     assert len(whole) > len(first + rest)
+
+
+def test_ctrl_c_shows_what_was_held_back_for_a_stop_string(lever: Lever, model: Path) -> None:
+    words = ("run", model, "Hello", "-l", "65+1000", "--stop", "AAAB", "--pin", "0")  # A, for as long as it goes on
+    with lever.started(*words, device={"delay_s": 0.02}) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(5)
+        rest, err = interrupt(process)
+    n_tokens = re.match(r"\n?(\d+) tokens, ", err.decode())
+
+    assert n_tokens is not None
+    assert first + rest == b"A" * int(n_tokens[1]) + b"\n"
+
+
+def test_a_second_ctrl_c_ends_at_once_and_the_line_too(lever: Lever, model: Path) -> None:
+    words = ("run", model, "x", "--raw", "-l", "65+1000", "--pin", "0", "-q")
+    with lever.started(*words, device={"delay_s": 0.3}) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)  # of the third of a second that a layer takes
+        rest, err = interrupt(process)
+
+    assert (process.returncode, first + rest, err) == (130, b"A\n", b"")
+
+
+def test_ctrl_c_that_is_meant_for_others_changes_nothing(lever: Lever, model: Path) -> None:
+    """A shell lets what it starts in the background ignore it."""
+    ignoring = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh", *lever._command({"delay_s": 0.02})]
+    words = ["run", str(model), "Hello", "-l", "65+1000", "-n", "9", "--pin", "0", "-q"]
+    with subprocess.Popen([*ignoring, *words], stdout=subprocess.PIPE, env=lever.environment) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+
+    assert (process.returncode, first + rest) == (0, b"A" * 9 + b"\n")
 
 
 # --- info ---------------------------------------------------------------------------------------------------

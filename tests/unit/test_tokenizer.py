@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -488,3 +490,43 @@ def test_F1_a_control_token_inside_a_character_shows_nothing() -> None:
 def test_F1_what_is_streamed_adds_up_to_the_text_of_all_tokens(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.n_vocab - 1)))
     assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+# In a process of its own, whose peak is that of building. Of three letters each, so that a piece has two cuts.
+MEASURE = """
+import gc, sys
+from lever.memory import peak_rss_bytes, release_unused, rss_bytes
+from lever.tokenizer import Tokenizer
+from tests import tiny
+from tests.unit.test_tokenizer import PREFIX, header
+
+vocabulary = tiny.spm_vocabulary(None) if sys.argv[1] == "llama" else tiny.bpe_vocabulary(None)
+letters = tiny.byte_letters()[33:73]
+pairs = [(a, b) for a in letters for b in letters]
+merges = pairs + [(a + b, c) for a, b in pairs for c in letters]
+known = set(vocabulary[PREFIX + "tokens"])
+new = [token for token in [*letters, *map("".join, merges)] if token not in known]
+vocabulary[PREFIX + "tokens"] += new
+vocabulary[PREFIX + "token_type"] += [tiny.NORMAL] * len(new)
+if sys.argv[1] == "llama":
+    vocabulary[PREFIX + "scores"] += [-float(rank) for rank in range(len(new))]
+else:
+    vocabulary[PREFIX + "merges"] += [f"{a} {b}" for a, b in merges]
+gguf = header(vocabulary)
+del vocabulary, pairs, merges, known, new
+gc.collect()
+release_unused()
+before = rss_bytes()
+tokenizer = Tokenizer.from_gguf(gguf)
+print(Tokenizer.building_nbytes(gguf), peak_rss_bytes() - before)
+"""
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_D6_what_building_takes_is_known_before_within_a_fifth(model: str) -> None:
+    done = subprocess.run([sys.executable, "-c", MEASURE, model], capture_output=True, text=True, check=True)
+    told, taken = map(int, done.stdout.split())
+    assert taken > 20 << 20
+    assert told == pytest.approx(taken, rel=0.2)

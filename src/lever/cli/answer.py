@@ -54,7 +54,8 @@ def answer(question: Question, settings: ModelSettings, request: GenerationSetti
     if not question.text and not question.raw:
         raise UsageError("the prompt is empty: there is nothing to answer")
     with bar(quiet=output.quiet) as progress, _open(question, settings, progress, output) as llm:
-        prompt = _encode(llm, question)  # before anything large is read: it may be refused
+        prompt = _encode(llm, question)
+        llm.check(prompt)  # before anything large is read
         _load(llm, progress)
         waiting = _Waiting(llm, len(prompt), progress, quiet=output.quiet)
         generation = llm.generate(prompt, request, waiting.read)
@@ -152,15 +153,20 @@ def _show(generation: Generation, progress: Bar, *, to_stdout: bool) -> bool:
     Ctrl-C ends the answer between two layers, where everything is whole; a second one ends the program at once.
     """
     pieces = iter(generation)
-    with _on_interrupt(generation.cancel):
-        first = next(pieces, "")
-        progress.finish()
-        if not (to_stdout and same_place()):  # there, the text is sign of life enough
-            progress.start(None, "writing")
-        for piece in chain([first], pieces):
-            if to_stdout:
-                write(piece)
-            progress.tell(_speed(generation.stats))
+    try:
+        with _on_interrupt(generation.cancel):
+            first = next(pieces, "")
+            progress.finish()
+            if not (to_stdout and same_place()):  # there, the text is sign of life enough
+                progress.start(None, "writing")
+            for piece in chain([first], pieces):
+                if to_stdout:
+                    write(piece)
+                progress.tell(_speed(generation.stats))
+    except BaseException:
+        if to_stdout and generation.text:  # what comes next, an error or a shell's prompt, begins a line
+            write("\n")
+        raise
     progress.finish()
     if to_stdout:
         write("\n")
@@ -169,8 +175,11 @@ def _show(generation: Generation, progress: Bar, *, to_stdout: bool) -> bool:
 
 @contextmanager
 def _on_interrupt(act: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C does this once, and what it did before the next time."""
+    """Ctrl-C does this once, and what it did before the next time. Where it is ignored it stays so."""
     before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:  # in the background of a script, say, where it is meant for others
+        yield
+        return
 
     def handle(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, before)
