@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import neg
 
 from lever.arch import ModelConfig, layer_tensors
 from lever.gguf import GGUF
@@ -114,8 +116,10 @@ def make_plan(
     fixed = {**fixed, SMALL: units.units[units.small].nbytes}
     cuts = _Cuts(units)
     if pin_percent is None:
-        ways = [_spend(cuts, fixed, budget, cuts.at(share / SHARES), n_slots) for share in range(SHARES, -1, -1)]
-        way = next((way for way in ways if way.n_bands == len(units.projection)), ways[-1])
+        ways = [_spend(cuts, fixed, budget, cuts.at(share / SHARES), n_slots) for share in range(SHARES + 1)]
+        fitting = [way for way in ways if sum(way.parts.values()) <= budget] or ways[:1]
+        # The projection first: a pass may need it more than once. Then the fewest bytes to read.
+        way = min(fitting, key=lambda way: (-way.n_bands, -way.parts[PINNED]))
     else:
         way = _spend(cuts, fixed, budget, cuts.at(pin_percent / 100), n_slots)
     if sum(way.parts.values()) > budget:
@@ -167,7 +171,7 @@ class _Cuts:
         for nbytes, pinned in zip(self._nbytes, self._pinned, strict=True):
             total += nbytes
             room = total - kept if share >= 1 else share * total - kept
-            cuts.append(next(n for n, size in enumerate(pinned) if size <= room))
+            cuts.append(bisect_left(pinned, -room, key=neg))  # the first that is small enough: sizes fall
             kept += pinned[cuts[-1]]
         return tuple(cuts)
 
