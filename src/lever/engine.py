@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: prefill, then one token per pass over the target's layers. Knows ids, never text."""
+"""Tokens in, tokens out: prefill, then a tree of drafted tokens per pass over the target. Knows ids, never text."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lever.cycle_cost import CycleCost
+from lever.draft import Draft
 from lever.errors import Cancelled, ContextOverflow, LeverError, UsageError
 from lever.model import Model
+from lever.policies import Preset, Situation, preset
 from lever.stats import RunStats
 from lever.threads import ThreadChooser
+from lever.tree import DraftTree, TreeRows, depth_first, reroot
 from lever.weights.store import Store
 
 # (logits of one row, tokens before it, position of the token to be drawn) -> token
@@ -31,16 +35,22 @@ class Step:
 
 
 class Engine:
-    """Generates with one model. The tokens whose rows are in the KV cache are kept, and a prompt that starts with
-    them goes on from there; that changes no bit of what follows.
+    """Generates with a target and, where there is one, a draft. The tokens whose rows are in the KV cache are kept, and
+    a prompt that starts with them goes on from there. Neither that nor the draft changes a bit of what follows.
     """
 
-    def __init__(self, model: Model, store: Store, n_threads: int) -> None:
+    def __init__(
+        self, model: Model, store: Store, n_threads: int, draft: Draft | None = None, policy: Preset | None = None
+    ) -> None:
         self._model = model
         self._store = store
+        self._draft = draft
+        self._policy = policy or preset("flash-ar" if draft is None else "lever")
+        self._cost = CycleCost()
         self._layer_threads = ThreadChooser(n_threads, n_threads)
         # Streaming starts with one thread: it nearly always keeps up, and leaves the rest of the machine alone.
         self._pass_threads = ThreadChooser(1 if store.streamed else n_threads, n_threads)
+        self._draft_threads = ThreadChooser(1, n_threads)
         self._cached: list[int] = []
         self._request = 0  # the newest one; the model has one KV cache, so older ones cannot go on
 
@@ -52,38 +62,130 @@ class Engine:
         max_new_tokens: int | None,
         end_tokens: frozenset[int],
         stats: RunStats,
+        temperature: float = 0.0,
         on_prefill: Callable[[int], None] = lambda _n_tokens: None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Iterator[Step]:
         """New tokens one by one, until an end token, `max_new_tokens` or a full context.
 
-        `on_prefill` is told of prompt tokens as they are read. `cancelled` is asked after each layer; once it says yes,
-        Cancelled is raised and the engine is ready for another prompt. ContextOverflow when the prompt leaves no room
-        for a new token. LeverError when it is gone on with after another prompt was begun.
+        `draw` decides every token; `temperature` is what it draws at, for the draft to guess by. `on_prefill` is told
+        of prompt tokens as they are read. `cancelled` is asked after each layer; once it says yes, Cancelled is raised
+        and the engine is ready for another prompt. ContextOverflow when the prompt leaves no room for a new token.
+        LeverError when it is gone on with after another prompt was begun.
         """
         check_prompt(prompt, self._model.shape.n_ctx)
         self._request += 1
-        request = self._request
         tokens = list(prompt)
         logits = self._prefill(prompt, stats, on_prefill, cancelled)
         if max_new_tokens == 0:
             return
         n_ctx = self._model.shape.n_ctx
         limit = n_ctx if max_new_tokens is None else min(n_ctx, len(prompt) + max_new_tokens)
+        run = _Run(self._request, tokens, draw, end_tokens, limit, temperature, stats, cancelled)
         figures = _Figures(self._model, self._store, stats)
-        while True:
-            token = draw(logits, tokens, len(tokens))
-            tokens.append(token)
-            stats.new_tokens += 1
-            figures.update()
-            reason = _finish_reason(token, len(tokens), end_tokens, limit)
-            yield Step(token, logits, reason)
-            if reason is not None:
-                return
-            if request != self._request:
+        step = run.step(logits)
+        figures.update()
+        yield step
+        tree = DraftTree.rooted_at(step.token)
+        while step.finish_reason is None:
+            if run.request != self._request:
                 raise LeverError("another answer has been started since: one at a time")
-            logits = self._cycle(token, cancelled)
-            stats.cycles += 1
+            self._grow(run, tree)
+            rows = self._verify(run, tree)
+            accepted: list[int] = []
+            try:
+                for step, row in self._walk(run, rows):
+                    if row:
+                        accepted.append(row)
+                    figures.update()
+                    yield step
+            finally:  # also when nobody wants the rest: the cache agrees with the text
+                self._keep(rows, accepted)
+            tree = self._rerooted(run, tree, [rows.nodes[row] for row in accepted])
+
+    # One cycle: grow, verify, walk, keep, reroot
+
+    def _grow(self, run: _Run, tree: DraftTree) -> None:
+        """Draft while the policy says that it pays."""
+        draft, started = self._draft, time.perf_counter()
+        if draft is None or not self._policy.drafts:
+            return
+        room = run.limit - len(run.tokens)  # edges below the root that can still become text
+        draft.begin(tree, run.tokens, run.temperature)
+        while nodes := self._policy.grow(self._situation(tree, time.perf_counter() - started)):
+            nodes = [node for node in nodes if tree.depths[node] < room][: draft.room]
+            if not nodes:
+                break
+            before, draft.model.n_threads = time.perf_counter(), self._draft_threads.count
+            draft.expand(tree, nodes, run.temperature)
+            seconds = time.perf_counter() - before
+            self._draft_threads.observe(seconds / len(nodes), 0.0)
+            self._cost.observe_draft(len(nodes), seconds)
+            run.stats.drafted += len(nodes)
+            _stop_if(run.cancelled)
+        run.drafted_s = time.perf_counter() - started
+        run.stats.draft_s += run.drafted_s
+
+    def _verify(self, run: _Run, tree: DraftTree) -> TreeRows:
+        """One pass of the target over the nodes that are worth it."""
+        rows = depth_first(tree, self._policy.select(self._situation(tree, run.drafted_s)))
+        clock, model, store = _Clock(self._store), self._model, self._store
+        compute_s, read_s = model.stats.layers_s, store.stats.read_s
+        model.n_threads = self._pass_threads.count
+
+        def after_layer(_layer: int) -> None:
+            _stop_if(run.cancelled)
+
+        if len(rows.nodes) == 1:
+            model.forward(rows.tokens, after_layer)
+        else:
+            model.forward_tree(rows.tokens, rows.parents, after_layer)
+        seconds, stall_s = clock.lap()
+        self._pass_threads.observe(seconds, stall_s)
+        self._cost.observe_pass(len(rows.nodes), seconds, model.stats.layers_s - compute_s, store.stats.read_s - read_s)
+        run.stats.cycles += 1
+        run.stats.verified += len(rows.nodes) - 1
+        return rows
+
+    def _walk(self, run: _Run, rows: TreeRows) -> Iterator[tuple[Step, int]]:
+        """The target's own tokens along the tree, each with the row it was drawn behind (0: the root's).
+
+        Logits are made for the rows that the walk reaches, and no others.
+        """
+        row = 0
+        while True:
+            started = time.perf_counter()
+            logits: NDArray[np.float32] = self._model.project([row])[0]
+            self._cost.observe_project(time.perf_counter() - started)
+            step = run.step(logits)
+            yield step, row
+            if step.finish_reason is not None:
+                return
+            children = (r for r, parent in enumerate(rows.parents) if parent == row)
+            child = next((r for r in children if rows.tokens[r] == step.token), None)
+            if child is None:
+                return
+            run.stats.accepted += 1
+            row = child
+
+    def _keep(self, rows: TreeRows, accepted: Sequence[int]) -> None:
+        """The root and the accepted rows are in the cache now; a single row is there already."""
+        path = [0, *accepted]
+        if len(rows.nodes) > 1:
+            self._model.kv.keep(path)
+        self._cached.extend(rows.tokens[row] for row in path)
+
+    def _rerooted(self, run: _Run, tree: DraftTree, accepted: Sequence[int]) -> DraftTree:
+        """The tree of the next cycle: what lives on of this one, or its root alone."""
+        token = run.tokens[-1]
+        if self._draft is None or not self._policy.drafts:
+            return DraftTree.rooted_at(token)
+        rerooted = reroot(tree, accepted, token, carry_over=self._policy.carry_over)
+        self._draft.follow(rerooted, [*(tree.tokens[node] for node in accepted), token])
+        return rerooted.tree
+
+    def _situation(self, tree: DraftTree, spent_s: float) -> Situation:
+        return Situation(tree, self._cost, spent_s, max(self._model.shape.n_tree, 1))
 
     def _prefill(
         self,
@@ -124,15 +226,27 @@ class Engine:
         self._model.forward(tokens, after_layer)
         self._cached.extend(tokens)
 
-    def _cycle(self, token: int, cancelled: Callable[[], bool]) -> NDArray[np.float32]:
-        """One pass for one token; the logits after it."""
-        clock = _Clock(self._store)
-        self._model.n_threads = self._pass_threads.count
-        self._model.forward([token], lambda _layer: _stop_if(cancelled))
-        self._cached.append(token)
-        logits: NDArray[np.float32] = self._model.project([0])[0]
-        self._pass_threads.observe(*clock.lap())
-        return logits
+
+@dataclass(slots=True)
+class _Run:
+    """One request while it is answered."""
+
+    request: int
+    tokens: list[int]  # prompt and answer
+    draw: Draw
+    end_tokens: frozenset[int]
+    limit: int  # of tokens
+    temperature: float
+    stats: RunStats
+    cancelled: Callable[[], bool]
+    drafted_s: float = 0.0  # in this cycle
+
+    def step(self, logits: NDArray[np.float32]) -> Step:
+        """The next token, drawn by the request's own rule, at its place in the text."""
+        token = self.draw(logits, self.tokens, len(self.tokens))
+        self.tokens.append(token)
+        self.stats.new_tokens += 1
+        return Step(token, logits, _finish_reason(token, len(self.tokens), self.end_tokens, self.limit))
 
 
 def check_prompt(prompt: Sequence[int], n_ctx: int) -> None:
@@ -176,7 +290,7 @@ class _Figures:
             now - before for now, before in zip(self._now(), self._before, strict=True)
         )
         s.read_bytes = int(read_bytes)
-        s.python_s = s.decode_s - s.verify_s - s.project_s - s.stall_s
+        s.python_s = s.decode_s - s.verify_s - s.project_s - s.stall_s - s.draft_s
 
     def _now(self) -> tuple[float, ...]:
         model, store = self._model.stats, self._store.stats

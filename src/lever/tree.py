@@ -114,12 +114,15 @@ class Rerooted:
     tree_slots: list[int]
 
 
-def reroot(tree: DraftTree, accepted: Sequence[int], token: int) -> Rerooted:
-    """What lives on when the target has gone along `accepted` (nodes behind the root) and drawn `token` after them."""
+def reroot(tree: DraftTree, accepted: Sequence[int], token: int, *, carry_over: bool = True) -> Rerooted:
+    """What lives on when the target has gone along `accepted` (nodes behind the root) and drawn `token` after them.
+
+    Without `carry_over` it is the token alone, and what the draft has seen of the text.
+    """
     last = accepted[-1] if accepted else 0
     text_slots = [tree.slots[node] for node in accepted if tree.expanded(node)]
     new, tree_slots = DraftTree.rooted_at(token), list[int]()
-    root = tree.children[last].get(token)
+    root = tree.children[last].get(token) if carry_over else None
     if root is None:
         return Rerooted(new, text_slots, [])
     if tree.expanded(root):

@@ -14,14 +14,14 @@ ROOT = Path(lever.__file__).parent
 # Modules and packages by rank; a module imports only from lower ranks, or from its own package.
 RANKS = (
     {"errors", "linux", "owner"},
-    {"pages", "settings", "memory", "machine", "stats", "threads", "gguf", "text"},
-    {"ggml", "arch", "tokenizer", "sample"},
+    {"pages", "settings", "memory", "machine", "stats", "threads", "gguf", "text", "tree", "cycle_cost"},
+    {"ggml", "arch", "tokenizer", "sample", "policies"},
     {"chat", "weights", "kv_cache"},
     {"transformer"},
     {"workspace"},
     {"sizing"},
     {"model"},
-    {"loader"},
+    {"loader", "draft"},
     {"engine"},
     {"llm"},
     {"models"},

@@ -1,0 +1,96 @@
+"""What a cycle costs, learned while it runs: passes by rows, draft steps by nodes, projections. Runs nothing itself.
+
+Streaming hides compute and compute hides streaming, so rows are free up to the knee where both take as long.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+WEIGHT = 0.3  # of a new observation against what was known
+
+
+class Average:
+    """A moving average; None before the first observation."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def observe(self, seconds: float) -> None:
+        """One more."""
+        self.value = seconds if self.value is None else self.value + WEIGHT * (seconds - self.value)
+
+
+class RowTable:
+    """Seconds by number of rows: a moving average for each number seen, lines between them.
+
+    Outside of what was seen, time is taken to go in proportion. Beyond the most rows that is more than it does: so a
+    larger tree is tried only where even that would pay, and what it took is known then.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Average] = {}
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """So many rows took so long."""
+        self._seen.setdefault(rows, Average()).observe(seconds)
+
+    def seconds(self, rows: int) -> float:
+        """What so many rows will take; 0 while nothing is known."""
+        if not self._seen:
+            return 0.0
+        known = sorted(self._seen)
+        place = bisect_left(known, rows)
+        if place < len(known) and known[place] == rows:
+            return self._at(rows)
+        if place in (0, len(known)):
+            nearest = known[max(place - 1, 0)]
+            return self._at(nearest) * rows / nearest
+        below = known[place - 1]
+        above = known[place]
+        share = (rows - below) / (above - below)
+        return self._at(below) + share * (self._at(above) - self._at(below))
+
+    def _at(self, rows: int) -> float:
+        value = self._seen[rows].value
+        assert value is not None
+        return value
+
+
+class CycleCost:
+    """Predicts the seconds of a cycle's parts from those before it."""
+
+    def __init__(self) -> None:
+        self._compute, self._draft = RowTable(), RowTable()
+        self._read, self._rest, self._project = Average(), Average(), Average()
+
+    @property
+    def knows_passes(self) -> bool:
+        """Whether there was one yet."""
+        return self._read.value is not None
+
+    def observe_pass(self, rows: int, seconds: float, compute_s: float, read_s: float) -> None:
+        """A pass over the target's layers: its time, that inside ggml, and that with reads in flight."""
+        self._compute.observe(rows, compute_s)
+        self._read.observe(read_s)
+        self._rest.observe(max(seconds - max(compute_s, read_s), 0.0))
+
+    def observe_draft(self, nodes: int, seconds: float) -> None:
+        """A draft step."""
+        self._draft.observe(nodes, seconds)
+
+    def observe_project(self, seconds: float) -> None:
+        """One row through the output projection."""
+        self._project.observe(seconds)
+
+    def pass_s(self, rows: int) -> float:
+        """Of a pass with so many rows: the slower of reading and computing, and what neither hides."""
+        return max(self._read.value or 0.0, self._compute.seconds(rows)) + (self._rest.value or 0.0)
+
+    def draft_s(self, nodes: int) -> float:
+        """Of a draft step that expands so many nodes."""
+        return self._draft.seconds(nodes)
+
+    def project_s(self) -> float:
+        """Of one row's logits."""
+        return self._project.value or 0.0
