@@ -71,7 +71,8 @@ class LLM(Owner):
     @functools.cached_property
     def engine(self) -> Engine:
         """What turns tokens into tokens."""
-        return Engine(self.loaded.model, self.loaded.store, self.loaded.n_threads)
+        loaded = self.loaded
+        return Engine(loaded.model, loaded.store, loaded.n_threads, loaded.start_threads)
 
     def encode_raw(self, text: str) -> list[int]:
         """Tokens of a prompt without a chat template: special tokens in the text count, as for llama.cpp's -p."""

@@ -14,7 +14,7 @@ ROOT = Path(lever.__file__).parent
 # Modules and packages by rank; a module imports only from lower ranks, or from its own package.
 RANKS = (
     {"errors", "linux", "owner"},
-    {"pages", "settings", "memory", "machine", "stats", "threads", "gguf", "text"},
+    {"pages", "settings", "memory", "machine", "stats", "threads", "gguf", "text", "cost"},
     {"ggml", "arch", "tokenizer", "sample"},
     {"chat", "weights", "kv_cache"},
     {"transformer"},
@@ -25,7 +25,7 @@ RANKS = (
     {"engine"},
     {"llm"},
     {"models"},
-    {"pack"},
+    {"pack", "profile"},
     {"doctor"},
     {"cli"},
     {"__main__"},
