@@ -29,6 +29,7 @@ from lever.errors import ProfileError
 VERSION = 1  # of the kept form; another one is measured anew
 PAGE = 4096  # blocks of reads are a multiple of this
 NEAR = 0.03  # figures that differ by this share are as good as equal
+MOST_DOUBT = 0.08  # share of the best rate that is given up at most, where it varies
 NOISY = 0.15  # spread of a figure that should not be relied on
 NOISY_SHARE = 0.25  # of the figures: so many noisy ones are worth a word
 HOTTER, SLOWER = 15.0, 0.9  # degrees, and share of the clock: what a machine that throttles shows
@@ -246,12 +247,13 @@ def _other_than_none(kind: Any) -> Any:
 
 
 def best_read(profile: Profile) -> ReadRate:
-    """The least in flight that comes near the best rate, of two such the smaller block.
+    """The least in flight that cannot be told from the best rate, of two such the smaller block.
 
     More in flight than needed makes the row of the embedding that a pass begins with wait longer.
     """
-    best = max(rate.rate.median for rate in profile.reads)
-    near = [rate for rate in profile.reads if rate.rate.median >= (1 - NEAR) * best]
+    best = max((rate.rate for rate in profile.reads), key=lambda rate: rate.median)
+    doubt = min(max(best.spread, NEAR), MOST_DOUBT)
+    near = [rate for rate in profile.reads if rate.rate.median >= (1 - doubt) * best.median]
     return min(near, key=lambda rate: (rate.block * rate.depth, rate.block))
 
 

@@ -173,6 +173,7 @@ VALUES = {
     "--ring": "4",
     "--layout": "repacked",
     "--no-image": True,
+    "--no-profile": True,
     "--max-tokens": "9",
     "--seed": "42",
     "--temp": "0.5",

@@ -25,8 +25,8 @@ RANKS = (
     {"engine"},
     {"llm"},
     {"models"},
-    {"pack", "profile"},
-    {"doctor"},
+    {"pack", "profile", "plots"},
+    {"doctor", "planner"},
     {"cli"},
     {"__main__"},
 )
