@@ -341,17 +341,19 @@ def corrected(profile: Profile, seconds: float, read_bytes_per_s: float, expecte
     The rate of reads counts where they were the limit: elsewhere the store mostly waits.
     """
     old = profile.correction
-    read = old.read * _moved(read_bytes_per_s / rate) if expected.limit == "reads" else old.read
-    read = min(max(read, 1 / DOUBT), DOUBT)
-    # What the better rate explains of the pass is not to be explained again.
-    explained = expected.seconds * (old.read / read if expected.limit == "reads" else 1.0)
-    share = min(max(old.seconds * _moved(seconds / explained), 1 / DOUBT), DOUBT)
-    return replace(profile, correction=Correction(old.runs + 1, share, read))
+    faster = _credible(read_bytes_per_s / rate) if expected.limit == "reads" else 1.0
+    slower = _credible(seconds / (expected.seconds / faster))  # than what that rate explains
+    new = Correction(old.runs + 1, _bounded(old.seconds * slower**WEIGHT), _bounded(old.read * faster**WEIGHT))
+    return replace(profile, correction=new)
 
 
-def _moved(share: float) -> float:
-    """How far one run moves an average; not at all when it cannot be true of the machine."""
-    return share**WEIGHT if 1 / DOUBT <= share <= DOUBT else 1.0
+def _credible(share: float) -> float:
+    """How far a run was off what was foretold; 1 when that cannot be true of the machine."""
+    return share if 1 / DOUBT <= share <= DOUBT else 1.0
+
+
+def _bounded(share: float) -> float:
+    return min(max(share, 1 / DOUBT), DOUBT)
 
 
 # --- doubts -------------------------------------------------------------------------------------------------
