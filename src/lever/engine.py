@@ -40,8 +40,16 @@ class Engine:
     """
 
     def __init__(
-        self, model: Model, store: Store, n_threads: int, draft: Draft | None = None, policy: Preset | None = None
+        self,
+        model: Model,
+        store: Store,
+        n_threads: int,
+        start_threads: int | None = None,
+        *,
+        draft: Draft | None = None,
+        policy: Preset | None = None,
     ) -> None:
+        """With `n_threads` at most; `start_threads` is what the first passes for a token get."""
         self._model = model
         self._store = store
         self._draft = draft
@@ -49,7 +57,8 @@ class Engine:
         self._cost = CycleCost()
         self._layer_threads = ThreadChooser(n_threads, n_threads)
         # Streaming starts with one thread: it nearly always keeps up, and leaves the rest of the machine alone.
-        self._pass_threads = ThreadChooser(1 if store.streamed else n_threads, n_threads)
+        start = start_threads or (1 if store.streamed else n_threads)
+        self._pass_threads = ThreadChooser(start, n_threads)
         self._draft_threads = ThreadChooser(1, n_threads)
         self._cached: list[int] = []
         self._request = 0  # the newest one; the model has one KV cache, so older ones cannot go on

@@ -13,6 +13,7 @@
     │   └── DownloadError           a model could not be fetched
     ├── Cancelled             130   somebody does not want the answer any more
     ├── ContextOverflow         1   more tokens than the context holds
+    ├── ProfileError            1   a kept profile of this machine is damaged or of another version
     └── LibraryError            1   ggml is missing, of another version, or computes wrongly
 
 The number is the exit code of the command line. Messages are one line: what is wrong, where, and how to mend it.
@@ -21,6 +22,7 @@ Broken invariants of lever itself are `assert`, never one of these.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 
@@ -40,6 +42,10 @@ class DoesNotFit(LeverError):
     """The DRAM budget is too small; the message names each part and ways to fit."""
 
     exit_code = 3
+
+    def __init__(self, message: str, parts: Mapping[str, int] | None = None) -> None:
+        super().__init__(message)
+        self.parts = dict(parts or {})  # bytes by name, where a plan was made
 
 
 class ModelError(LeverError):
@@ -86,6 +92,10 @@ class Cancelled(LeverError):
 
 class ContextOverflow(LeverError):
     """Prompt and answer need more positions than the context has."""
+
+
+class ProfileError(LeverError):
+    """What is kept of a machine's speed cannot be used; it is measured anew."""
 
 
 class LibraryError(LeverError):

@@ -24,6 +24,8 @@ from lever.settings import SamplerSettings
 from lever.stats import RunStats
 from lever.text import StopMatcher
 from lever.tokenizer import StreamDecoder, Tokenizer
+from lever.weights.plan import Plan
+from lever.workspace import ModelShape
 
 log = logging.getLogger(__name__)
 
@@ -57,14 +59,22 @@ class LLM(Owner):
         """
         self.name = name or str(path)
         self._settings = settings
-        self._gguf, self.config, self.tokenizer = _read(path, settings)
+        self.gguf, self.config, self.tokenizer = _read(path, settings)
         self._loaded: LoadedModel | None = None
 
-    def load(self, progress: Progress | None = None) -> LoadedModel:
-        """Plan, allocate, and read what is pinned; `generate` does it if nobody has."""
+    def plan(self, settings: ModelSettings | None = None) -> tuple[ModelShape, Plan]:
+        """What `load` would do with these settings, or with those it was made with; DoesNotFit if it would."""
+        gc.collect()  # the header's lists, before the plan counts the memory in use
+        return plan(load(), self.gguf, self.config, settings or self._settings)
+
+    def load(self, progress: Progress | None = None, settings: ModelSettings | None = None) -> LoadedModel:
+        """Plan, allocate, and read what is pinned; `generate` does it if nobody has.
+
+        `settings` take the place of those it was made with: some are better chosen when the model is known.
+        """
         if self._loaded is None:
-            gc.collect()  # the header's lists, before the plan counts the memory in use
-            self._loaded = LoadedModel(self._gguf, self.config, self._settings, progress=progress)
+            gc.collect()
+            self._loaded = LoadedModel(self.gguf, self.config, settings or self._settings, progress=progress)
         return self._loaded
 
     @property
@@ -75,7 +85,8 @@ class LLM(Owner):
     @functools.cached_property
     def engine(self) -> Engine:
         """What turns tokens into tokens."""
-        return Engine(self.loaded.model, self.loaded.store, self.loaded.n_threads)
+        loaded = self.loaded
+        return Engine(loaded.model, loaded.store, loaded.n_threads, loaded.start_threads)
 
     def encode_raw(self, text: str) -> list[int]:
         """Tokens of a prompt without a chat template: special tokens in the text count, as for llama.cpp's -p."""
@@ -87,7 +98,7 @@ class LLM(Owner):
     @functools.cached_property
     def template(self) -> ChatTemplate | None:
         """The model's chat template, None if its file has none. TemplateError if it cannot be used."""
-        return ChatTemplate.from_gguf(self._gguf, self.tokenizer)
+        return ChatTemplate.from_gguf(self.gguf, self.tokenizer)
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
         """Tokens of a conversation in the model's own template, ready for its answer."""

@@ -22,7 +22,7 @@ from lever.weights.embedding import EmbeddingRows
 from lever.weights.image import Image
 from lever.weights.plan import PINNED, PROJECTION, SMALL, ModelUnits, Plan, make_plan, model_units
 from lever.weights.reader import CheckedFile, DirectFile
-from lever.weights.store import MIN_SLOTS, Store
+from lever.weights.store import BLOCK, DEPTH, MIN_SLOTS, Store
 from lever.weights.tensors import Arena, RepackedWeights, StreamedWeights, Weights
 from lever.workspace import ModelShape, Workspace
 
@@ -50,11 +50,14 @@ class ModelSettings:
     n_slots: int = MIN_SLOTS  # units that the ring holds
     n_logits: int = 4  # rows whose logits are held at once
     n_tree: int = 0  # rows of a tree that one pass checks; 0: no trees
+    block: int = BLOCK  # bytes of one read
+    depth: int = DEPTH  # reads in flight
+    start_threads: int | None = None  # of the first passes for a token; None: one when anything is streamed
     layout: Literal["auto", "repacked"] = "auto"
 
     def __post_init__(self) -> None:
         """UsageError for what lies outside its range."""
-        pin, ctx = self.pin_percent, self.n_ctx
+        pin, ctx, start = self.pin_percent, self.n_ctx, self.start_threads
         for name, value, sound, allowed in (
             ("dram", self.dram, self.dram > 0, "above 0 bytes"),
             ("pin", pin, pin is None or 0 <= pin <= 100, "0 to 100 percent"),
@@ -63,6 +66,9 @@ class ModelSettings:
             ("threads", self.n_threads, 0 < self.n_threads <= MAX_THREADS, f"1 to {MAX_THREADS}"),
             ("ring", self.n_slots, self.n_slots >= MIN_SLOTS, f"at least {MIN_SLOTS}"),
             ("n_logits", self.n_logits, self.n_logits > 0, "at least 1"),
+            ("block", self.block, self.block > 0 and self.block % PAGE == 0, f"a multiple of {PAGE} bytes"),
+            ("depth", self.depth, self.depth > 0, "at least 1"),
+            ("start_threads", start, start is None or start > 0, "at least 1"),
         ):
             if not sound:
                 raise UsageError(f"{name} is {value}: it must be {allowed}")
@@ -101,6 +107,8 @@ class LoadedModel(Owner):
         self.units = self.plan.units
         self._repacked = settings.layout == "repacked"
         self.n_threads = usable_threads(settings.n_threads, self.shape.row_multiple)
+        start = settings.start_threads or (1 if self.plan.bytes_per_pass else self.n_threads)
+        self.start_threads = usable_threads(min(start, self.n_threads), self.shape.row_multiple)
         self.ledger = ledger or Ledger(settings.dram)
         self._cleanup = ExitStack()
         with ExitStack() as stack:
@@ -137,6 +145,8 @@ class LoadedModel(Owner):
                 units,
                 plan.pinned,
                 plan.n_slots,
+                block=settings.block,
+                depth=settings.depth,
                 memory=arena.allocate,
                 on_pinned=progress.advance,
             )

@@ -11,7 +11,17 @@ from pathlib import Path
 from lever.errors import StorageError
 from lever.linux import ROOT, Mount, below, cgroup_dirs, is_android, mounts, read_text
 
-__all__ = ["FileSystem", "cpu_features", "filesystem_of", "is_android", "is_rotational", "performance_cores"]
+__all__ = [
+    "FileSystem",
+    "clock_hertz",
+    "cpu_features",
+    "cpu_model",
+    "filesystem_of",
+    "hottest_celsius",
+    "is_android",
+    "is_rotational",
+    "performance_cores",
+]
 
 # Share of the best core's figure that makes a core a fast one. Capacity is measured work per time (little
 # ARM cores have 0.2 to 0.45 of a big one); frequency alone understates the gap (little cores reach 0.75).
@@ -115,6 +125,29 @@ def cpu_features(root: Path = ROOT) -> frozenset[str]:
 
 def _named(key: str, words: set[str]) -> frozenset[str]:
     return frozenset(name for name, needed in _FEATURES[key].items() if needed <= words)
+
+
+def cpu_model(root: Path = ROOT) -> str:
+    """What kinds of core there are, by name (x86) or by the numbers of their makers (ARM); "unknown" elsewhere."""
+    lines = [line.partition(":") for line in (read_text(root / "proc/cpuinfo") or "").splitlines()]
+    values = [(key.strip(), value.strip()) for key, _, value in lines]
+    names = [value for key, value in values if key == "model name"]
+    parts = [value for key, value in values if key in ("CPU implementer", "CPU part")]
+    return ", ".join(dict.fromkeys(names or parts)) or "unknown"
+
+
+def hottest_celsius(root: Path = ROOT) -> float | None:
+    """The hottest thermal zone; None where the kernel shows none. Zones that are off say 0 or nonsense."""
+    texts = [read_text(path) or "" for path in sorted((root / "sys/class/thermal").glob("thermal_zone*/temp"))]
+    degrees = [int(text) / 1000 for text in map(str.strip, texts) if text.isdigit()]
+    return max((celsius for celsius in degrees if 0 < celsius < 150), default=None)
+
+
+def clock_hertz(cpus: Iterable[int], root: Path = ROOT) -> float | None:
+    """The mean clock of these cores now; None where the kernel does not tell."""
+    texts = [(read_text(_cpu(root, cpu) / "cpufreq/scaling_cur_freq") or "").strip() for cpu in cpus]
+    clocks = [1000.0 * int(text) for text in texts if text.isdigit()]
+    return sum(clocks) / len(clocks) if clocks else None
 
 
 @dataclass(frozen=True, slots=True)

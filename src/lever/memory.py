@@ -175,7 +175,7 @@ def does_not_fit(parts: Mapping[str, int], budget: int, hints: Sequence[str] = W
     need, have = -(-sum(parts.values()) // MIB), budget // MIB  # rounded apart, so that they never read equal
     listed = ", ".join(f"{part} {format_size(nbytes)}" for part, nbytes in parts.items() if nbytes)
     ways = ", ".join(hints[:-1]) + (", or " if len(hints) > 1 else "") + hints[-1]
-    return DoesNotFit(f"needs {need} MiB but the budget is {have} MiB: {listed}; {ways}")
+    return DoesNotFit(f"needs {need} MiB but the budget is {have} MiB: {listed}; {ways}", parts)
 
 
 class Ledger:

@@ -419,3 +419,22 @@ def test_direct_io_is_told_for_all_files_together(flash: Flash, tmp_path: Path) 
         files = [DirectFile(flash.path), DirectFile(other.path, FakeDevice(refuses_direct=refuses))]
         with Store(files, [whole], pinned=[0], n_slots=0) as store:
             assert store.direct_io == (files[0].direct and not refuses)
+
+
+def test_time_inside_reads_is_counted_while_others_are_under_way(flash: Flash) -> None:
+    """Two in flight may keep the device busy for minutes, and its rate is asked for meanwhile."""
+
+    class Stuck(FakeDevice):
+        def __call__(self, fd: int, view: memoryview, offset: int) -> int:
+            if offset == STARTS[1] // PAGE * PAGE:
+                self.gate.wait()
+            elif offset == 0:
+                time.sleep(0.02)
+            return FakeDevice(reads=self.reads)(fd, view, offset)
+
+    device = Stuck()
+    with flash.open(device, depth=2) as store:
+        device.gate.clear()
+        store.release(store.hold(0))
+        wait_until(lambda: store.stats.read_s > 0)
+        device.gate.set()

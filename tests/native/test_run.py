@@ -21,6 +21,7 @@ from tests.fakes import wait_until
 from tests.tiny import Fields, tiny_fields, tiny_model
 
 ROOT = Path(__file__).parents[2]
+SOURCES = os.pathsep.join((str(ROOT / "src"), str(ROOT)))  # those beside these tests, whatever is installed
 COMMAND = [str(Path(sys.executable).with_name("lever"))]
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # Names that DESIGN.md gives to `lever run --json`.
@@ -46,7 +47,7 @@ class Lever:
     def __init__(self, home: Path, bytecode: Path) -> None:
         theirs = ("LEVER_", "FORCE_COLOR", "COLUMNS", "PYTHONDONTWRITEBYTECODE")
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
-        self.environment |= {"LEVER_HOME": str(home), "LEVER_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+        self.environment |= {"LEVER_HOME": str(home), "LEVER_THREADS": "1", "PYTHONPATH": SOURCES}
         self.environment["PYTHONPYCACHEPREFIX"] = str(bytecode)  # compiled once, not for each process
 
     def __call__(
@@ -60,8 +61,11 @@ class Lever:
         return done
 
     def json(self, *words: str | bytes | Path, **more: Any) -> dict[str, Any]:
+        return self.json_of(0, *words, **more)
+
+    def json_of(self, code: int, *words: str | bytes | Path, **more: Any) -> dict[str, Any]:
         done = self(*words, "--json", **more)
-        assert done.returncode == 0, done.stderr.decode()
+        assert done.returncode == code, done.stderr.decode()
         assert done.stdout.count(b"\n") == 1
         document: dict[str, Any] = json.loads(done.stdout)
         return document
@@ -610,3 +614,169 @@ def test_info_tells_shape_types_and_sizes(lever: Lever, models: Path, name: str)
     assert (shown.returncode, shown.stderr) == (0, b"")
     assert all(line == line.rstrip() for line in shown.stdout.decode().splitlines())
     assert re.search(r"^architecture +\w+$", shown.stdout.decode(), re.MULTILINE)
+
+
+# --- plan and profile ---------------------------------------------------------------------------------------
+
+# The command with a model that is too small for a profile to be worth it taken as worth it.
+WORTH_IT = """
+import sys
+import lever.profile
+from lever.cli import main
+lever.profile.WORTH = 1
+main()
+"""
+
+
+def profiles_of(lever: Lever) -> list[Path]:
+    return sorted((Path(lever.environment["LEVER_HOME"]) / "profiles").glob("*"))
+
+
+def worth_it(lever: Lever, *words: str | Path) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-c", WORTH_IT, *words]
+    done = subprocess.run(command, env=lever.environment, capture_output=True, timeout=120, check=False)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr.decode()
+    return done
+
+
+def test_a_plan_is_what_a_run_does(lever: Lever, model: Path) -> None:
+    flags = ("--pin", "50", "--dram", "400MiB", "-c", "300")
+    planned = lever.json("plan", model, *flags, "--no-profile")
+    stats = lever.json("run", model, "Hello", "-n", "3", *flags)["stats"]
+
+    assert (planned["fits"], planned["n_ctx"], planned["presets"]) == (True, 300, [])
+    assert planned["pinned_share"] == stats["pinned_share"]
+    assert planned["dram_planned_bytes"] == sum(planned["parts"].values())
+    assert planned["dram_planned_bytes"] == pytest.approx(stats["dram_planned_bytes"], abs=6 << 20)
+    assert planned["dram_budget_bytes"] == stats["dram_budget_bytes"]
+    assert planned["bytes_per_pass"] > 0
+    assert profiles_of(lever) == []
+
+
+def test_a_plan_without_a_profile_makes_a_quick_one_once(lever: Lever, model: Path) -> None:
+    first = lever("plan", model, "--pin", "0", "--json")
+    again = lever("plan", model, "--pin", "0", "--json")
+    (preset,) = json.loads(again.stdout)["presets"]
+
+    assert first.stderr.decode().startswith("measuring this machine with this model, once")
+    assert again.stderr == b""
+    assert len(profiles_of(lever)) == 1
+    assert preset["preset"] == "flash-ar"
+    assert preset["tokens_per_s"] == pytest.approx(1 / preset["pass_s"])
+    assert preset["limit"] == ("reads" if preset["reads_s"] > preset["compute_s"] else "compute")
+    assert json.loads(again.stdout)["profile"]["quick"] is True
+
+
+def test_a_plan_is_a_table_for_people(lever: Lever, model: Path) -> None:
+    shown = lever("plan", model, "--pin", "0", "--no-profile", "--dram", "300MiB")
+    text = shown.stdout.decode()
+
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    for part in ("Python", "KV cache", "rows and buffers", "pinned layers", "output projection", "ring"):
+        assert re.search(rf"^{part} +[\d.]+ (B|KiB|MiB)$", text, re.MULTILINE), part
+    assert re.search(r"^together +[\d.]+ MiB +of 300 MiB$", text, re.MULTILINE)
+    assert re.search(r"^read in each pass +[\d.]+ \w+ +0 % of the layers stay in DRAM$", text, re.MULTILINE)
+
+
+def test_what_more_memory_brings_is_told_where_it_brings_something(lever: Lever, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "wide.gguf", n_layers=6, n_ff=2048, type="F32")
+    least = lever.json_of(3, "plan", path, "--dram", "10MiB")["dram_least_bytes"]
+    tight = lever.json("plan", path, "--dram", str(least), "--no-profile")
+    ample = lever.json("plan", path, "--dram", "2GiB", "--no-profile")
+
+    assert tight["more_dram"]["bytes_per_pass"] < tight["bytes_per_pass"]
+    assert tight["more_dram"]["pinned_share"] > tight["pinned_share"]
+    assert (ample["more_dram"], ample["bytes_per_pass"]) == (None, 0)
+
+
+def test_a_plan_that_does_not_fit_tells_the_least_that_would_and_ways(lever: Lever, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "wide.gguf", n_layers=12, n_ff=2048, type="F32", context_length=4096)
+    greedy = ("-c", "4096", "--pin", "90", "--ring", "4")
+    short = lever.json_of(3, "plan", path, "--dram", "10MiB", *greedy)
+    ways = {way["way"]: way["dram_needed_bytes"] for way in short["ways"]}
+
+    assert (short["fits"], short["dram_budget_bytes"]) == (False, 10 << 20)
+    assert short["parts"]["KV cache"] > 0
+    assert set(ways) == {"-c 512", "no --pin", "--ring 3", f"lever pack {path} --type q4_0"}
+    assert all(nbytes is None or 0 < nbytes < short["dram_least_bytes"] for nbytes in ways.values())
+    least = ("--dram", str(short["dram_least_bytes"]))
+    assert lever("plan", path, *greedy, *least, "--no-profile").returncode == 0
+    shown = lever("plan", path, *greedy, "--dram", "10MiB")
+    assert shown.returncode == 3
+    assert re.search(
+        rf"^--dram {(short['dram_least_bytes'] >> 20)}MiB .* would do$", shown.stdout.decode(), re.MULTILINE
+    )
+
+
+def test_a_profile_is_shown_kept_and_drawn(lever: Lever, model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = lever.json("profile", model, "--quick", "--plot", tmp_path / "plot.png")
+    (path,) = profiles_of(lever)
+
+    kept = json.loads(path.read_text())
+    assert {name: found[name] for name in kept} == kept
+    assert found["best_read"].keys() == {"block", "depth"}
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_profile_is_a_table_for_people(lever: Lever, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(bytes(1 << 20))
+    shown = lever("profile", model, "--quick", "--storage", tmp_path / "other")
+
+    assert re.search(r"^8 MiB +2 +[\d.e+]+ +±\d+ % ", shown.stdout.decode(), re.MULTILINE)
+    assert "kept in " in shown.stderr.decode()
+
+
+def test_a_small_model_is_run_without_a_profile(lever: Lever, model: Path) -> None:
+    assert lever("run", model, "Hello", "-n", "1", "--pin", "0").returncode == 0
+    assert profiles_of(lever) == []
+
+
+def test_a_run_makes_a_profile_once_says_so_in_a_line_and_corrects_it(lever: Lever, model: Path) -> None:
+    words = ("run", model, "Hello", "-n", "12", "--ignore-eos", "-s", "1", "--pin", "0")
+    without = worth_it(lever, *words, "--no-profile")
+    assert profiles_of(lever) == []
+    first, second = worth_it(lever, *words), worth_it(lever, *words, "-v")
+    (path,) = profiles_of(lever)
+
+    assert first.stdout == second.stdout == without.stdout
+    assert [line for line in first.stderr.decode().splitlines() if "measuring this machine" in line]
+    assert "measuring this machine" not in second.stderr.decode()
+    assert re.search(r"lever: profile of .* threads to start with; a pass should take", second.stderr.decode())
+    assert "of what the profile foretold; it is corrected" in second.stderr.decode()
+    assert json.loads(path.read_text())["correction"]["runs"] == 2
+
+
+def test_a_quiet_run_measures_without_a_word(lever: Lever, model: Path) -> None:
+    done = worth_it(lever, "run", model, "Hello", "-n", "1", "--pin", "0", "-q")
+
+    assert (done.stderr, len(profiles_of(lever))) == (b"", 1)
+
+
+def test_a_damaged_profile_is_told_of_and_measured_anew(lever: Lever, model: Path) -> None:
+    words = ("run", model, "Hello", "-n", "1", "--pin", "0")
+    worth_it(lever, *words)
+    (path,) = profiles_of(lever)
+    path.write_text("{")
+    told = worth_it(lever, *words).stderr.decode()
+
+    assert f"not using the profile {path}: it is no JSON" in told
+    assert json.loads(path.read_text())["quick"] is True
+
+
+def test_a_profile_that_cannot_be_kept_does_not_end_a_run(lever: Lever, model: Path) -> None:
+    home = Path(lever.environment["LEVER_HOME"])
+    home.mkdir()
+    (home / "profiles").touch()
+    done = worth_it(lever, "run", model, "Hello", "-n", "1", "--pin", "0")
+
+    assert "cannot keep the profile" in done.stderr.decode()
+
+
+def test_ctrl_c_ends_a_profile_and_keeps_nothing(lever: Lever, model: Path) -> None:
+    with lever.started("profile", model) as process:
+        notes_until(process, "measuring ")  # after five of many seconds
+        out, err = interrupt(process)
+
+    assert (process.returncode, out, err) == (130, b"", b"")
+    assert profiles_of(lever) == []

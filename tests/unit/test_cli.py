@@ -25,6 +25,10 @@ from lever.errors import StorageError, UsageError
 
 COMMAND: Any = typer.main.get_command(app)
 VERBS = tuple(COMMAND.commands)
+OF_ONE_CALL = {  # of one image or measurement, never of all
+    "pack": {"--out", "--type", "--layout", "--verify", "--force"},
+    "profile": {"--storage", "--quick", "--plot"},
+}
 NO_VARIABLE = {"--help", "--version", "--install-completion", "--show-completion"}
 
 
@@ -173,6 +177,7 @@ VALUES = {
     "--ring": "4",
     "--layout": "repacked",
     "--no-image": True,
+    "--no-profile": True,
     "--max-tokens": "9",
     "--seed": "42",
     "--temp": "0.5",
@@ -234,8 +239,8 @@ def test_every_flag_of_every_verb_has_its_variable(verb: str) -> None:
         flag = flag_of(option)
         if flag in NO_VARIABLE | {"--stop"}:  # LEVER_STOP is read as one text, see above
             continue
-        if verb == "pack" and flag in {"--out", "--type", "--layout", "--verify", "--force"}:
-            assert option.envvar is None  # of one image, never of all
+        if flag in OF_ONE_CALL.get(verb, ()):
+            assert option.envvar is None
         else:
             assert option.envvar == variable(flag)
 
@@ -392,6 +397,12 @@ def test_a_file_with_bytes_that_are_no_utf_8_is_a_prompt(asked: Callable[..., Se
         (["run", "/none.gguf", "hi"], 5, "/none.gguf: cannot be read: No such file"),
         (["run", "/", "hi"], 5, "/: is not a regular file"),
         (["info", "none.gguf"], 5, "none.gguf: cannot be read"),
+        (["plan", "none.gguf"], 5, "none.gguf: cannot be read"),
+        (["plan", "none.gguf", "--pin", "101"], 2, "pin is 101"),
+        (["plan", "dmeo"], 2, "did you mean demo?"),
+        (["profile", "none.gguf"], 5, "none.gguf: cannot be read"),
+        (["profile", "none.gguf", "--ring", "2"], 2, "ring is 2"),
+        (["profile", "none.gguf", "--plot", "plot.txt"], 2, "plot.txt: a plot ends in .png, .svg or .pdf"),
         (["pull", "./none.gguf"], 5, "no such file"),
         (["pull", "hf:one-word"], 2, "write hf:owner/repo"),
         (["rm"], 2, "Missing argument 'MODEL'"),
@@ -406,6 +417,14 @@ def test_an_error_is_one_line_and_an_exit_code(lever: Lever, words: list[str], c
     assert (ended.code, ended.out) == (code, "")
     assert ended.line.startswith("lever: ")
     assert says in ended.line
+
+
+def test_a_plot_without_its_package_names_the_extra(lever: Lever, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lever.plots.find_spec", lambda _name: None)
+    ended = lever("profile", "none.gguf", "--plot", "plot.png")
+
+    assert ended.code == 2
+    assert "pip install 'lever-llm[plots]'" in ended.line
 
 
 def test_a_usage_error_points_at_the_help_of_its_verb(lever: Lever) -> None:

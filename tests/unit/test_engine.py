@@ -300,3 +300,11 @@ def test_figures_are_up_to_date_at_every_step() -> None:
         (3, 2, 600),
         (4, 3, 900),
     ]
+
+
+def test_the_first_pass_for_a_token_gets_the_threads_that_were_asked_for() -> None:
+    for start, expected in ((None, 1), (2, 2)):
+        run = Run()
+        run.engine = Engine(run.model.as_model(), run.model.store.as_store(), n_threads=4, start_threads=start)
+        run.answer(PROMPT, max_new_tokens=2)
+        assert run.model.n_threads == expected

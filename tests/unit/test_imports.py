@@ -14,7 +14,7 @@ ROOT = Path(lever.__file__).parent
 # Modules and packages by rank; a module imports only from lower ranks, or from its own package.
 RANKS = (
     {"errors", "linux", "owner"},
-    {"pages", "settings", "memory", "machine", "stats", "threads", "gguf", "text", "tree", "cycle_cost"},
+    {"pages", "settings", "memory", "machine", "stats", "threads", "gguf", "text", "tree", "cost", "cycle_cost"},
     {"ggml", "arch", "tokenizer", "sample", "policies"},
     {"chat", "weights", "kv_cache"},
     {"transformer"},
@@ -25,8 +25,8 @@ RANKS = (
     {"engine"},
     {"llm"},
     {"models"},
-    {"pack"},
-    {"doctor"},
+    {"pack", "profile", "plots"},
+    {"doctor", "planner"},
     {"cli"},
     {"__main__"},
 )

@@ -11,8 +11,11 @@ import pytest
 from lever.errors import StorageError
 from lever.machine import (
     FileSystem,
+    clock_hertz,
     cpu_features,
+    cpu_model,
     filesystem_of,
+    hottest_celsius,
     is_android,
     is_rotational,
     performance_cores,
@@ -192,3 +195,34 @@ def test_what_is_no_block_device_is_neither(tmp_path: Path, device: str) -> None
 )
 def test_android_is_known_by_its_environment(environ: dict[str, str], android: bool) -> None:
     assert is_android(environ) is android
+
+
+# --- its name, heat and clock -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        ("processor\t: 0\nmodel name\t: Xeon: fast\n\nprocessor\t: 1\nmodel name\t: Xeon: fast\n", "Xeon: fast"),
+        ("CPU implementer: 0x41\nCPU part: 0xd05\n\nCPU implementer: 0x41\nCPU part: 0xd0b\n", "0x41, 0xd05, 0xd0b"),
+        ("", "unknown"),
+    ],
+)
+def test_a_cpu_is_named_by_its_cores(tmp_path: Path, cpuinfo: str, name: str) -> None:
+    assert cpu_model(machine(tmp_path, {"proc/cpuinfo": cpuinfo})) == name
+
+
+def test_the_hottest_zone_counts_and_nonsense_does_not(tmp_path: Path) -> None:
+    temperatures = ["41500", "0", "-274000", "67250", "999999", "off"]
+    files = {f"sys/class/thermal/thermal_zone{zone}/temp": f"{text}\n" for zone, text in enumerate(temperatures)}
+
+    assert hottest_celsius(machine(tmp_path, files)) == 67.25
+    assert hottest_celsius(tmp_path / "none") is None
+
+
+def test_the_clock_is_the_mean_of_the_cores_that_are_asked_for(tmp_path: Path) -> None:
+    root = machine(tmp_path, cpus("cpufreq/scaling_cur_freq", [600_000, 2_000_000, 3_000_000]))
+
+    assert clock_hertz([1, 2], root) == 2.5e9
+    assert clock_hertz([1, 7], root) == 2e9
+    assert clock_hertz([7], root) is None

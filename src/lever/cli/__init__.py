@@ -19,6 +19,8 @@ from lever.cli.doctor import doctor
 from lever.cli.info import info
 from lever.cli.library import list_, pull, rm
 from lever.cli.pack import pack
+from lever.cli.plan import plan
+from lever.cli.profile import profile
 from lever.cli.run import run
 from lever.errors import DoesNotFit, LeverError, StorageError, UsageError
 
@@ -54,6 +56,8 @@ app = typer.Typer(
     f"4 bad or unsupported file, 5 I/O, 130 stopped by Ctrl-C.\n\n{VARIABLES}",
 )
 app.command("run", cls=_Verb, epilog=VARIABLES)(run)
+app.command("plan", cls=_Verb)(plan)
+app.command("profile", cls=_Verb)(profile)
 app.command("pack", cls=_Verb)(pack)
 app.command("info", cls=_Verb)(info)
 app.command("doctor", cls=_Verb)(doctor)

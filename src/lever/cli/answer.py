@@ -8,19 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from types import FrameType
 
-from lever import gguf
 from lever.cli.console import Bar, bar, note, same_place, write, write_json
+from lever.cli.opening import learn, open_path, tune
 from lever.cli.options import INTERRUPTED
-from lever.errors import ModelError, UsageError
-from lever.ggml import load
+from lever.errors import UsageError
 from lever.llm import LLM, Generation, GenerationSettings
 from lever.loader import ModelSettings, Progress
 from lever.memory import format_size
-from lever.models import resolve
-from lever.models.images import find_image
 from lever.stats import RunStats
 
 log = logging.getLogger(__name__)
@@ -38,6 +34,7 @@ class Question:
     system: str | None = None
     raw: bool = False  # no chat template
     use_image: bool = True  # the model's flash image, where the cache has one
+    use_profile: bool = True  # what is known of this machine, and measured if nothing is
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +53,14 @@ def answer(question: Question, settings: ModelSettings, request: GenerationSetti
     with bar(quiet=output.quiet) as progress, _open(question, settings, progress, output) as llm:
         prompt = _encode(llm, question)
         llm.check(prompt)  # before anything large is read
-        _load(llm, progress)
+        tuning = tune(llm, settings, progress, quiet=output.quiet) if question.use_profile else None
+        _load(llm, tuning.settings if tuning is not None else settings, progress)
         waiting = _Waiting(llm, len(prompt), progress, quiet=output.quiet)
         generation = llm.generate(prompt, request, waiting.read)
         interrupted = _show(generation, progress, to_stdout=not output.json)
         figures = _figures(generation.stats, llm.loaded.store.bytes_per_pass)
+    if tuning is not None:
+        learn(tuning, generation.stats)
     if output.json:
         write_json(_document(generation))
     if not output.quiet:
@@ -69,38 +69,15 @@ def answer(question: Question, settings: ModelSettings, request: GenerationSetti
 
 
 def _open(question: Question, settings: ModelSettings, progress: Bar, output: Output) -> LLM:
-    """The model's header and tokenizer; the file is fetched if need be, and its flash image used if there is one."""
-    resolved = resolve(question.model, offline=output.offline, progress=progress)
-    if resolved.notice and progress.jobs and not output.quiet:  # it was brought here just now
-        note(f"{question.model}: {resolved.notice}")
-    path = _image(question.model, resolved.path, progress, output) if question.use_image else None
-    progress.start(None, f"opening {question.model}")
-    return LLM(path or resolved.path, settings, name=question.model)
+    """The model's header and tokenizer."""
+    path = open_path(question.model, progress, use_image=question.use_image, offline=output.offline, quiet=output.quiet)
+    return LLM(path, settings, name=question.model)
 
 
-def _image(model: str, source: Path, progress: Bar, output: Output) -> Path | None:
-    """The flash image of a model in the cache, if this machine computes with it; either way it is told."""
-    found = find_image(source, progress)
-    if found is None:
-        return None
-    problem = found.problem
-    if found.image is not None:
-        try:
-            found.image.check(gguf.read(found.path), load())
-        except ModelError as error:
-            problem = str(error)
-    if problem is not None:
-        note(f"not using its flash image: {problem}: lever pack {model} --force")
-        return None
-    if found.image is not None and not output.quiet:
-        note(f"using the flash image of {model} ({found.image.describe()}): {found.path}")
-    return found.path
-
-
-def _load(llm: LLM, progress: Bar) -> None:
+def _load(llm: LLM, settings: ModelSettings, progress: Bar) -> None:
     """Plan, and bring what is pinned into memory."""
     loading = Progress(lambda total: progress.start(total or None, "loading the weights"), progress.advance)
-    plan = llm.load(loading).plan
+    plan = llm.load(loading, settings).plan
     parts = ", ".join(f"{part} {format_size(nbytes)}" for part, nbytes in plan.parts.items() if nbytes)
     log.info("%s of %s planned: %s", format_size(plan.total), format_size(plan.budget), parts)
 

@@ -116,6 +116,10 @@ NoImage = Annotated[
     bool,
     _flag(MEMORY, "--no-image", value=SWITCH, help="Leave the model's flash image alone (see lever pack)."),
 ]
+NoProfile = Annotated[
+    bool,
+    _flag(MEMORY, "--no-profile", value=SWITCH, help="Know nothing of this machine's speed (see lever profile)."),
+]
 
 MaxTokens = Annotated[
     int,

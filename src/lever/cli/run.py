@@ -41,6 +41,7 @@ def run(
     ring: o.Ring = 3,
     layout: o.LayoutFlag = o.Layout.auto,
     no_image: o.NoImage = False,
+    no_profile: o.NoProfile = False,
     max_tokens: o.MaxTokens = -1,
     seed: o.Seed = -1,
     temperature: o.Temperature = 0.8,
@@ -104,7 +105,8 @@ def run(
         ignore_eos=ignore_eos,
     )
     use_image = not no_image and layout is o.Layout.auto
-    question = Question(reference, read_prompt(source), system, raw=raw, use_image=use_image)
+    text = read_prompt(source)
+    question = Question(reference, text, system, raw=raw, use_image=use_image, use_profile=not no_profile)
     raise typer.Exit(answer(question, settings, request, Output(json_output, quiet, offline)))
 
 

@@ -1,0 +1,192 @@
+"""`lever profile`: what this machine takes for reads, layers and passes. Words in, a table out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lever.cli import options as o
+from lever.cli.console import bar, note, printable, write_json, write_table
+from lever.cli.run import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import Group
+    from rich.table import Table
+
+    from lever.cost import Measured, Profile
+
+
+def profile(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo."),
+    ] = DEFAULT_MODEL,
+    storage: Annotated[
+        Path | None,
+        typer.Option(
+            "--storage",
+            metavar="PATH",
+            help="Measure reads of this file, or of one that is written into this directory and deleted. "
+            "[dim]\\[default: the model's own][/dim]",
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", metavar=o.SWITCH, help="A few seconds instead of a minute.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw it, too: PNG, SVG or PDF by its ending.", show_default=False),
+    ] = None,
+    dram: o.Dram = "auto",
+    threads: o.ThreadCount = None,
+    ring: o.Ring = 3,
+    no_image: o.NoImage = False,
+    json_output: o.Json = False,
+    offline: o.Offline = False,
+    quiet: o.Quiet = False,
+) -> None:
+    """Measure reads, layers, and both at once on this machine, and keep what was found for lever run and lever plan.
+
+    lever profile demo
+    lever profile model.gguf --plot profile.png
+    lever profile demo --storage /mnt/card --quick
+
+    Leave the machine alone meanwhile. Without a profile, lever run makes a quick one by itself.
+    """
+    from lever.cli.opening import open_path
+    from lever.cost import doubts
+    from lever.llm import LLM
+    from lever.loader import ModelSettings
+    from lever.machine import performance_cores
+    from lever.memory import parse_size
+    from lever.plots import draw_profile, require_matplotlib
+    from lever.profile import FULL, QUICK, keep, measure
+
+    if plot is not None:
+        require_matplotlib(plot)
+    settings = ModelSettings(
+        dram=parse_size(dram),
+        n_threads=len(performance_cores()) if threads is None else threads,
+        n_slots=ring,
+    )
+    with bar(quiet=quiet) as progress:
+        path = open_path(model, progress, use_image=not no_image, offline=offline, quiet=quiet)
+        with LLM(path, settings, name=model) as llm:
+            llm.plan()  # refused now, if the model itself does not fit
+            progress.start(None, "measuring")
+            found = measure(
+                llm.gguf,
+                llm.config,
+                settings,
+                QUICK if quick else FULL,
+                storage=storage,
+                progress=lambda what: progress.tell(f"measuring {what}"),
+            )
+    kept = keep(found)
+    if plot is not None:
+        draw_profile(found, plot)
+    if json_output:
+        write_json(_document(found))
+    else:
+        write_table(_tables(found))
+    if not quiet:
+        for doubt in doubts(found):
+            note(f"warning: {doubt}")
+        note(f"kept in {kept}")
+
+
+def _document(found: Profile) -> dict[str, object]:
+    from dataclasses import asdict
+
+    from lever.cost import best_read, doubts
+
+    best = best_read(found)
+    return {**asdict(found), "best_read": {"block": best.block, "depth": best.depth}, "warnings": doubts(found)}
+
+
+def _tables(found: Profile) -> Group:
+    from rich.console import Group
+    from rich.text import Text
+
+    identity = found.identity
+    where = f"{identity.machine}; {identity.storage}; {identity.layout} layout, {found.n_layers} layers"
+    return Group(
+        Text(printable(where)), "", _reads(found), "", _times(found), "", *_streams(found), Text(_limits(found))
+    )
+
+
+def _reads(found: Profile) -> Table:
+    from rich.table import Table
+
+    from lever.cost import best_read
+    from lever.memory import format_size
+
+    table = Table("READS OF", "IN FLIGHT", "GB/s IDLE", "", "GB/s BUSY", "", "", box=None, pad_edge=False)
+    _to_the_right(table, range(1, 6))
+    best = best_read(found)
+    for rate in found.reads:
+        cells = (*_cells(rate.idle, 1e-9), *(_cells(rate.busy, 1e-9) if rate.busy is not None else ("", "")))
+        table.add_row(format_size(rate.block), str(rate.depth), *cells, "best" * (rate == best))
+    return table
+
+
+def _times(found: Profile) -> Table:
+    """Milliseconds by rows; a pair of columns for each number of threads: a layer, and the output projection."""
+    from rich.table import Table
+
+    counts = sorted({time.threads for time in found.layers})
+    table = Table("ROWS", box=None, pad_edge=False)
+    for count in counts:
+        what = f", {count} thread{'s' * (count > 1)}"
+        for heading in (f"ms A LAYER{what}", "", f"ms LOGITS{what}", ""):
+            table.add_column(heading)
+    _to_the_right(table, range(1 + 4 * len(counts)))
+    layers = {(time.rows, time.threads): time.seconds for time in found.layers}
+    logits = {(time.rows, time.threads): time.seconds for time in found.projections}
+    for rows in sorted({time.rows for time in found.layers}):
+        cells = [cell for count in counts for t in (layers, logits) for cell in _pair(t, (rows, count))]
+        table.add_row(str(rows), *cells)
+    return table
+
+
+def _pair(times: Mapping[tuple[int, int], Measured], key: tuple[int, int]) -> Sequence[str]:
+    return _cells(times[key], 1e3) if key in times else ("", "")
+
+
+def _streams(found: Profile) -> Sequence[Table | str]:
+    """Passes with everything streamed; nothing where that was not measured."""
+    from rich.table import Table
+
+    if not found.together:
+        return ()
+    headings = ("ROWS", "THREADS", "ms A PASS", "", "LAYERS", "GB/s READ", "", "ms A LAYER", "", "% LOST")
+    table = Table(*headings, box=None, pad_edge=False)
+    _to_the_right(table, range(len(headings)))
+    for t in sorted(found.together, key=lambda t: (t.threads, t.rows)):
+        cells = (*_cells(t.seconds, 1e3), str(t.n_layers), *_cells(t.read, 1e-9), *_cells(t.layer, 1e3))
+        table.add_row(str(t.rows), str(t.threads), *cells, f"{100 * t.lost:.0f}")
+    return table, ""
+
+
+def _limits(found: Profile) -> str:
+    from lever.cost import fewest_threads
+
+    most = max(time.threads for time in found.layers)
+    whole = found.n_layers * found.layer_bytes
+    time = fewest_threads(found, 1, whole, most)
+    sides = f"reads {time.reads_s:.3f}, compute {time.compute_s:.3f} on {time.threads} thread{'s' * (time.threads > 1)}"
+    return f"a token with all layers streamed: {time.seconds:.3f} s ({sides})"
+
+
+def _to_the_right(table: Table, columns: range) -> None:
+    for number in columns:
+        table.columns[number].justify = "right"
+
+
+def _cells(figure: Measured, unit: float) -> tuple[str, str]:
+    """A figure and its spread."""
+    return f"{figure.median * unit:.3g}", f"±{50 * figure.spread:.0f} %"
