@@ -150,7 +150,8 @@ class Engine:
         else:
             model.forward_tree(rows.tokens, rows.parents, after_layer)
         seconds, stall_s = clock.lap()
-        self._pass_threads.observe(seconds, stall_s)
+        if len(rows.nodes) == 1:  # trees differ in what they take, so that their passes tell nothing of threads
+            self._pass_threads.observe(seconds, stall_s)
         self._cost.observe_pass(len(rows.nodes), seconds, model.stats.layers_s - compute_s, store.stats.read_s - read_s)
         run.stats.cycles += 1
         run.stats.verified += len(rows.nodes) - 1

@@ -12,13 +12,16 @@ from pathlib import Path
 from lever import gguf as gguf_file
 from lever.arch import ModelConfig
 from lever.chat import ChatTemplate
+from lever.companion import PART, TREE_ROWS, Companion
+from lever.draft import Draft
 from lever.engine import Engine, FinishReason, Step, check_prompt
 from lever.errors import Cancelled, TemplateError, UsageError
 from lever.ggml import load
 from lever.gguf import GGUF
 from lever.loader import PYTHON, LoadedModel, ModelSettings, Progress, most_ctx, plan
-from lever.memory import Ledger, peak_rss_bytes, rss_bytes
+from lever.memory import Ledger, peak_rss_bytes, release_unused, rss_bytes
 from lever.owner import Owner
+from lever.policies import preset
 from lever.sample import Sampler
 from lever.settings import SamplerSettings
 from lever.stats import RunStats
@@ -52,20 +55,35 @@ class GenerationSettings:
 class LLM(Owner):
     """A model that answers. One request at a time."""
 
-    def __init__(self, path: Path, settings: ModelSettings, *, name: str = "") -> None:
+    def __init__(
+        self,
+        path: Path,
+        settings: ModelSettings,
+        *,
+        name: str = "",
+        draft: Path | None = None,
+        draft_name: str = "",
+        policy: str | None = None,
+    ) -> None:
         """Read the file's header and build the tokenizer: enough to encode prompts. Errors as in `lever.errors`.
 
-        DoesNotFit before the tokenizer is built, which takes a hundred megabytes for a moment.
+        `draft` is a small model of the same vocabulary that guesses ahead, `policy` the name of a preset; neither
+        changes the text. DoesNotFit before the tokenizer is built, which takes a hundred megabytes for a moment.
         """
         self.name = name or str(path)
-        self._settings = settings
-        self.gguf, self.config, self.tokenizer = _read(path, settings)
+        self.draft_name = draft_name or str(draft) if draft is not None else None
+        self.policy = preset(policy or ("flash-ar" if draft is None else "lever"))
+        self.settings = settings if draft is None else replace(settings, n_tree=TREE_ROWS)
+        if self.policy.drafts and draft is None:
+            raise UsageError(f"the preset {self.policy.name} needs a draft: give one with --draft")
+        self.gguf, self.config, self.tokenizer, self._companion = _read(path, self.settings, draft)
         self._loaded: LoadedModel | None = None
 
     def plan(self, settings: ModelSettings | None = None) -> tuple[ModelShape, Plan]:
         """What `load` would do with these settings, or with those it was made with; DoesNotFit if it would."""
         gc.collect()  # the header's lists, before the plan counts the memory in use
-        return plan(load(), self.gguf, self.config, settings or self._settings)
+        beside = _beside(self._companion, rss_bytes())
+        return plan(load(), self.gguf, self.config, settings or self.settings, beside)
 
     def load(self, progress: Progress | None = None, settings: ModelSettings | None = None) -> LoadedModel:
         """Plan, allocate, and read what is pinned; `generate` does it if nobody has.
@@ -74,7 +92,15 @@ class LLM(Owner):
         """
         if self._loaded is None:
             gc.collect()
-            self._loaded = LoadedModel(self.gguf, self.config, settings or self._settings, progress=progress)
+            release_unused()
+            settings, python = settings or self.settings, rss_bytes()
+            beside = _beside(self._companion, python)
+            plan(load(), self.gguf, self.config, settings, beside)  # before the draft is loaded: it may not fit
+            if self._companion is not None:
+                self._companion.load(python, progress)
+            self._loaded = LoadedModel(
+                self.gguf, self.config, settings, beside=beside, python=python, progress=progress
+            )
         return self._loaded
 
     @property
@@ -86,7 +112,10 @@ class LLM(Owner):
     def engine(self) -> Engine:
         """What turns tokens into tokens."""
         loaded = self.loaded
-        return Engine(loaded.model, loaded.store, loaded.n_threads, loaded.start_threads)
+        draft = Draft(self._companion.load(0).model) if self._companion is not None else None
+        return Engine(
+            loaded.model, loaded.store, loaded.n_threads, loaded.start_threads, draft=draft, policy=self.policy
+        )
 
     def encode_raw(self, text: str) -> list[int]:
         """Tokens of a prompt without a chat template: special tokens in the text count, as for llama.cpp's -p."""
@@ -108,7 +137,7 @@ class LLM(Owner):
 
     def check(self, prompt: Sequence[int]) -> None:
         """UsageError or ContextOverflow for a prompt that cannot be answered, as far as that is known before `load`."""
-        check_prompt(prompt, self._loaded.shape.n_ctx if self._loaded else most_ctx(self.config, self._settings))
+        check_prompt(prompt, self._loaded.shape.n_ctx if self._loaded else most_ctx(self.config, self.settings))
 
     def generate(
         self,
@@ -124,6 +153,8 @@ class LLM(Owner):
         """Give everything back. Safe to call twice."""
         if self._loaded is not None:
             self._loaded.close()
+        if self._companion is not None:
+            self._companion.close()
 
     def _steps(
         self,
@@ -140,6 +171,7 @@ class LLM(Owner):
             max_new_tokens=settings.max_new_tokens,
             end_tokens=frozenset() if settings.ignore_eos else self.tokenizer.eog_ids,
             stats=stats,
+            temperature=settings.sampler.temperature,
             on_prefill=on_prefill,
             cancelled=cancelled,
         )
@@ -156,7 +188,9 @@ class LLM(Owner):
             image=loaded.image.describe() if loaded.image is not None else None,
             n_ctx=loaded.shape.n_ctx,
             seed=seed,
+            preset=self.policy.name,
             model=self.name,
+            draft=self.draft_name,
             ggml=loaded.ggml.version_text,
         )
 
@@ -219,24 +253,34 @@ class Generation:
         return piece + self._stops.flush()
 
 
-def _read(path: Path, settings: ModelSettings) -> tuple[GGUF, ModelConfig, Tokenizer]:
-    """The header without the lists of its vocabulary, and what is made of it."""
+def _read(
+    path: Path, settings: ModelSettings, draft: Path | None
+) -> tuple[GGUF, ModelConfig, Tokenizer, Companion | None]:
+    """The header without the lists of its vocabulary, what is made of it, and the draft that fits it."""
     gguf = gguf_file.read(path)
     config = ModelConfig.from_gguf(gguf)
-    _require_room(gguf, config, settings)
+    companion = None
+    if draft is not None:
+        companion = Companion(draft, config, settings, gguf.strings("tokenizer.ggml.tokens"))
+    _require_room(gguf, config, settings, companion)
     tokenizer = Tokenizer.from_gguf(gguf)
     dropped = {f"tokenizer.ggml.{key}" for key in VOCABULARY_KEYS}
     kept = {key: value for key, value in gguf.metadata.items() if key not in dropped}
-    return replace(gguf, metadata=kept), config, tokenizer
+    return replace(gguf, metadata=kept), config, tokenizer, companion
 
 
-def _require_room(gguf: GGUF, config: ModelConfig, settings: ModelSettings) -> None:
+def _beside(companion: Companion | None, python: int) -> dict[str, int]:
+    """The draft's part of the budget."""
+    return {} if companion is None else {PART: companion.nbytes(python)}
+
+
+def _require_room(gguf: GGUF, config: ModelConfig, settings: ModelSettings, companion: Companion | None) -> None:
     """DoesNotFit for a budget too small for the model, or for building its tokenizer.
 
     The plan counts Python's memory as it is now, with the lists of the vocabulary. The tokenizer takes more than these
     when it takes their place, so nothing is refused here that would fit later.
     """
-    plan(load(), gguf, config, settings)
+    plan(load(), gguf, config, settings, _beside(companion, rss_bytes()))
     ledger = Ledger(settings.dram, ("give more with --dram",))
     ledger.reserve(PYTHON, rss_bytes())
     ledger.reserve("building the tokenizer", Tokenizer.building_nbytes(gguf))

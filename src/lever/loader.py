@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from lever.arch import ModelConfig
@@ -31,6 +32,7 @@ DEFAULT_CTX = 4096  # positions, unless the model or the budget allow less
 LEAST_CTX = 512  # what an automatic context is not cut below
 PYTHON, KV_CACHE, BUFFERS = "Python", "KV cache", "rows and buffers"
 # What the process grows by after the plan is made: stacks of threads, sampling over the vocabulary, small objects.
+NOTHING_BESIDE: Mapping[str, int] = MappingProxyType({})
 PYTHON_GROWTH = 6 << 20
 
 
@@ -93,23 +95,27 @@ class LoadedModel(Owner):
         config: ModelConfig,
         settings: ModelSettings,
         *,
-        ledger: Ledger | None = None,
+        beside: Mapping[str, int] = NOTHING_BESIDE,
+        python: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Plan, then allocate. DoesNotFit, naming the parts, before anything large is read or allocated."""
+        """Plan, then allocate. DoesNotFit, naming the parts, before anything large is read or allocated.
+
+        `beside` and `python` as in `plan`.
+        """
         self.gguf = gguf
         self.config = config
         self.ggml = load()
         self.image = Image.of(gguf)
         if self.image is not None:
             self.image.check(gguf, self.ggml)
-        self.shape, self.plan = plan(self.ggml, gguf, config, settings)
+        self.shape, self.plan = plan(self.ggml, gguf, config, settings, beside, python)
         self.units = self.plan.units
         self._repacked = settings.layout == "repacked"
         self.n_threads = usable_threads(settings.n_threads, self.shape.row_multiple)
         start = settings.start_threads or (1 if self.plan.bytes_per_pass else self.n_threads)
         self.start_threads = usable_threads(min(start, self.n_threads), self.shape.row_multiple)
-        self.ledger = ledger or Ledger(settings.dram)
+        self.ledger = Ledger(settings.dram)
         self._cleanup = ExitStack()
         with ExitStack() as stack:
             for part, nbytes in self.plan.parts.items():
@@ -183,8 +189,19 @@ def most_ctx(config: ModelConfig, settings: ModelSettings) -> int:
     return settings.n_ctx or min(DEFAULT_CTX, config.n_ctx_train)
 
 
-def plan(ggml: Library, gguf: GGUF, config: ModelConfig, settings: ModelSettings) -> tuple[ModelShape, Plan]:
-    """What fits in the budget. A context that was not asked for is halved until it does, down to 512 positions."""
+def plan(
+    ggml: Library,
+    gguf: GGUF,
+    config: ModelConfig,
+    settings: ModelSettings,
+    beside: Mapping[str, int] = NOTHING_BESIDE,
+    python: int | None = None,
+) -> tuple[ModelShape, Plan]:
+    """What fits in the budget. A context that was not asked for is halved until it does, down to 512 positions.
+
+    `beside`: bytes, by name, of what else of this process has its share of the budget; `python`: what the process held
+    before any of that, if not now.
+    """
     image, repacked = Image.of(gguf), settings.layout == "repacked"
     if image is not None and repacked:
         raise UsageError(f"{gguf.path} is a flash image and has its layout: leave out --layout")
@@ -201,7 +218,8 @@ def plan(ggml: Library, gguf: GGUF, config: ModelConfig, settings: ModelSettings
     release_unused()
     while True:
         shape = ModelShape(n_ctx, min(settings.n_batch, n_ctx), settings.n_logits, settings.n_tree, multiple)
-        fixed = _fixed_parts(ggml, gguf, config, units, settings, shape)
+        fixed = {PYTHON: (rss_bytes() if python is None else python) + PYTHON_GROWTH, **beside}
+        fixed |= _fixed_parts(ggml, gguf, config, units, settings, shape)
         try:
             if repacked:
                 return shape, _resident_plan(units, fixed, settings)
@@ -216,11 +234,10 @@ def plan(ggml: Library, gguf: GGUF, config: ModelConfig, settings: ModelSettings
 def _fixed_parts(
     ggml: Library, gguf: GGUF, config: ModelConfig, units: ModelUnits, settings: ModelSettings, shape: ModelShape
 ) -> dict[str, int]:
-    """Bytes of everything but weights."""
+    """Bytes of everything but Python and weights."""
     table = gguf.tensors["token_embd.weight"]
     checksums = gguf.tensors.get(IMAGE_CHECKSUMS)
     return {
-        PYTHON: rss_bytes() + PYTHON_GROWTH,
         KV_CACHE: kv_bytes(config, shape.n_ctx, shape.n_tree),
         BUFFERS: Workspace.nbytes(config, shape)
         + EmbeddingRows.nbytes(table, shape.graph_rows, units.grain)

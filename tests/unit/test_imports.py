@@ -22,6 +22,7 @@ RANKS = (
     {"sizing"},
     {"model"},
     {"loader", "draft"},
+    {"companion"},
     {"engine"},
     {"llm"},
     {"models"},

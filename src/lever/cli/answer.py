@@ -11,12 +11,13 @@ from itertools import chain
 from types import FrameType
 
 from lever.cli.console import Bar, bar, note, same_place, write, write_json
-from lever.cli.opening import learn, open_path, tune
-from lever.cli.options import INTERRUPTED
-from lever.errors import UsageError
+from lever.cli.opening import learn, open_draft, open_path, tune
+from lever.cli.options import AUTO, INTERRUPTED, NONE
+from lever.errors import DoesNotFit, StorageError, UsageError
 from lever.llm import LLM, Generation, GenerationSettings
 from lever.loader import ModelSettings, Progress
 from lever.memory import format_size
+from lever.policies import preset as find_preset
 from lever.stats import RunStats
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class Question:
     raw: bool = False  # no chat template
     use_image: bool = True  # the model's flash image, where the cache has one
     use_profile: bool = True  # what is known of this machine, and measured if nothing is
+    draft: str = AUTO  # a small model that guesses ahead; or NONE
+    preset: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +56,13 @@ def answer(question: Question, settings: ModelSettings, request: GenerationSetti
     with bar(quiet=output.quiet) as progress, _open(question, settings, progress, output) as llm:
         prompt = _encode(llm, question)
         llm.check(prompt)  # before anything large is read
-        tuning = tune(llm, settings, progress, quiet=output.quiet) if question.use_profile else None
-        _load(llm, tuning.settings if tuning is not None else settings, progress)
+        tuning = tune(llm, llm.settings, progress, quiet=output.quiet) if question.use_profile else None
+        _load(llm, tuning.settings if tuning is not None else llm.settings, progress)
         waiting = _Waiting(llm, len(prompt), progress, quiet=output.quiet)
         generation = llm.generate(prompt, request, waiting.read)
         interrupted = _show(generation, progress, to_stdout=not output.json)
         figures = _figures(generation.stats, llm.loaded.store.bytes_per_pass)
-    if tuning is not None:
+    if tuning is not None and not generation.stats.verified:  # the profile speaks of passes for one token
         learn(tuning, generation.stats)
     if output.json:
         write_json(_document(generation))
@@ -69,9 +72,24 @@ def answer(question: Question, settings: ModelSettings, request: GenerationSetti
 
 
 def _open(question: Question, settings: ModelSettings, progress: Bar, output: Output) -> LLM:
-    """The model's header and tokenizer."""
-    path = open_path(question.model, progress, use_image=question.use_image, offline=output.offline, quiet=output.quiet)
-    return LLM(path, settings, name=question.model)
+    """The model's header and tokenizer, with its draft if there is one that fits."""
+    opened = open_path(
+        question.model, progress, use_image=question.use_image, offline=output.offline, quiet=output.quiet
+    )
+    wanted, preset = question.draft, question.preset
+    if preset is not None and not find_preset(preset).drafts:
+        wanted = NONE
+    name = opened.draft if wanted == AUTO else None if wanted == NONE else wanted
+    if name is None:
+        return LLM(opened.path, settings, name=question.model, policy=preset)
+    try:
+        draft = open_draft(name, settings, progress, offline=output.offline, quiet=output.quiet)
+        return LLM(opened.path, settings, name=question.model, draft=draft, draft_name=name, policy=preset)
+    except (DoesNotFit, StorageError) as error:
+        if wanted != AUTO or preset is not None:
+            raise
+        note(f"going on without a draft: {error}")
+        return LLM(opened.path, settings, name=question.model)
 
 
 def _load(llm: LLM, settings: ModelSettings, progress: Bar) -> None:
@@ -183,6 +201,7 @@ def _figures(stats: RunStats, bytes_per_pass: int) -> str:
     return "; ".join(
         (
             _speed(stats),
+            *([f"{stats.tokens_per_cycle:.1f} a pass with {stats.draft}"] if stats.verified else []),
             f"prompt of {stats.prompt_tokens} in {stats.prefill_s:.1f} s",
             _reads(stats, bytes_per_pass),
             f"{100 * stats.pinned_share:.0f} % of the layers in DRAM",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lever import gguf
+from lever.arch import ModelConfig
 from lever.cli.console import Bar, note
 from lever.cost import PassTime, Profile
 from lever.errors import DoesNotFit, LeverError, ModelError, StorageError
@@ -16,22 +17,66 @@ from lever.llm import LLM
 from lever.loader import ModelSettings
 from lever.memory import format_size
 from lever.models import resolve
-from lever.models.images import find_image
+from lever.models.cache import exclusive
+from lever.models.images import find_image, image_path, source_sha256
+from lever.pack import PackSettings, pack
 from lever.profile import QUICK, covers, expected_pass, identity_of, is_worth_it, keep, kept, learned, measure, tuned
 from lever.stats import RunStats
+from lever.weights.image import Image
 from lever.weights.plan import Plan
 
 log = logging.getLogger(__name__)
 
 
-def open_path(reference: str, progress: Bar, *, use_image: bool, offline: bool, quiet: bool) -> Path:
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Where a model is, and the model that drafts for it, if the catalogue knows one."""
+
+    path: Path
+    draft: str | None
+
+
+def open_path(reference: str, progress: Bar, *, use_image: bool, offline: bool, quiet: bool) -> Opened:
     """The model's file, fetched if need be, or its flash image where the cache has one for this machine."""
     resolved = resolve(reference, offline=offline, progress=progress)
     if resolved.notice and progress.jobs and not quiet:  # it was brought here just now
         note(f"{reference}: {resolved.notice}")
     image = _image(reference, resolved.path, progress, quiet=quiet) if use_image else None
     progress.start(None, f"opening {reference}")
-    return image or resolved.path
+    return Opened(image or resolved.path, resolved.draft)
+
+
+def open_draft(reference: str, settings: ModelSettings, progress: Bar, *, offline: bool, quiet: bool) -> Path:
+    """The draft's flash image, made now if the cache has none: in Q4_0, since a draft cannot change the text."""
+    resolved = resolve(reference, offline=offline, progress=progress)
+    header = gguf.read(resolved.path)
+    if Image.of(header) is not None:
+        return resolved.path
+    found = find_image(resolved.path, progress)
+    if found is not None and found.image is not None and _fits_this_cpu(found.image, found.path):
+        return found.path
+    if not quiet:
+        note(f"preparing the draft {reference}, once (lever pack {reference} --type q4_0)")
+    path = image_path(resolved.path)
+    with exclusive(path.stem, progress):
+        pack(
+            header,
+            ModelConfig.from_gguf(header),
+            path,
+            PackSettings(type="q4_0", dram=settings.dram, n_threads=settings.n_threads),
+            name=reference,
+            sha256=source_sha256(header.files, progress),
+            progress=progress,
+        )
+    return path
+
+
+def _fits_this_cpu(image: Image, path: Path) -> bool:
+    try:
+        image.check(gguf.read(path), load())
+    except ModelError:
+        return False
+    return True
 
 
 def _image(reference: str, source: Path, progress: Bar, *, quiet: bool) -> Path | None:

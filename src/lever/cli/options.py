@@ -16,6 +16,7 @@ import typer
 PROMPT, MEMORY, SAMPLING, OUTPUT = "Prompt", "Memory and speed", "Sampling", "Options"
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 SWITCH = ""  # in the place of a value's name
+AUTO, NONE = "auto", "none"  # in the place of a draft's name
 
 
 class Layout(StrEnum):
@@ -112,6 +113,28 @@ LayoutFlag = Annotated[
     ),
 ]
 
+Draft = Annotated[
+    str,
+    _flag(
+        MEMORY,
+        "-md",
+        "--draft",
+        value="MODEL",
+        help="A small model of the same family that guesses ahead; the text stays the same. auto: the one that goes "
+        "with the model, if it fits; none.",
+    ),
+]
+NoDraft = Annotated[bool, _flag(MEMORY, "--no-draft", value=SWITCH, help="Plain decoding: as --draft none.")]
+PresetFlag = Annotated[
+    str | None,
+    _flag(
+        MEMORY,
+        "--preset",
+        value="NAME",
+        help="How guesses are made and checked: lever, flash-ar (none), chain-sd, specinfer, opt-tree. "
+        f"{_otherwise('lever with a draft, flash-ar without')}",
+    ),
+]
 NoImage = Annotated[
     bool,
     _flag(MEMORY, "--no-image", value=SWITCH, help="Leave the model's flash image alone (see lever pack)."),

@@ -58,7 +58,7 @@ def plan(
         n_slots=ring,
     )
     with bar(quiet=quiet) as progress:
-        path = open_path(model, progress, use_image=not no_image, offline=offline, quiet=quiet)
+        path = open_path(model, progress, use_image=not no_image, offline=offline, quiet=quiet).path
         with LLM(path, settings, name=model) as llm:
             progress.start(None, "planning")
             try:

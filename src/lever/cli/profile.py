@@ -74,7 +74,7 @@ def profile(
         n_slots=ring,
     )
     with bar(quiet=quiet) as progress:
-        path = open_path(model, progress, use_image=not no_image, offline=offline, quiet=quiet)
+        path = open_path(model, progress, use_image=not no_image, offline=offline, quiet=quiet).path
         with LLM(path, settings, name=model) as llm:
             llm.plan()  # refused now, if the model itself does not fit
             progress.start(None, "measuring")

@@ -42,6 +42,9 @@ def run(
     layout: o.LayoutFlag = o.Layout.auto,
     no_image: o.NoImage = False,
     no_profile: o.NoProfile = False,
+    draft: o.Draft = o.AUTO,
+    no_draft: o.NoDraft = False,
+    preset: o.PresetFlag = None,
     max_tokens: o.MaxTokens = -1,
     seed: o.Seed = -1,
     temperature: o.Temperature = 0.8,
@@ -106,7 +109,16 @@ def run(
     )
     use_image = not no_image and layout is o.Layout.auto
     text = read_prompt(source)
-    question = Question(reference, text, system, raw=raw, use_image=use_image, use_profile=not no_profile)
+    question = Question(
+        reference,
+        text,
+        system,
+        raw=raw,
+        use_image=use_image,
+        use_profile=not no_profile,
+        draft=o.NONE if no_draft else draft,
+        preset=preset,
+    )
     raise typer.Exit(answer(question, settings, request, Output(json_output, quiet, offline)))
 
 
