@@ -1,15 +1,16 @@
 """What reads, layers and passes cost on one machine, from figures that were measured there. Measures nothing itself.
 
-A pass reads its streamed bytes while it computes, so it takes as long as the slower of the two:
+A pass reads its streamed bytes while it computes, so it takes about as long as the slower of the two:
 
     reads    streamed bytes / rate of the store while it is computed beside
     compute  layers * (layer + Python between layers) + output projection
-    pass     max(reads, compute) * (1 + lost)
+    pass     (reads^6 + compute^6)^(1/6) * (1 + lost)
 
-A layer takes longer when the store streams beside it, in proportion to what it streams: its time lies between the one
-in memory and the one in a pass that streams all. `lost` is the share of such a pass that neither side explains: waits
-at its start, and layers of which now one side, now the other is late. Times between two measured numbers of rows are on
-the straight line between them, and beyond the last on the last line.
+The sixth powers are a maximum with a round corner: a ring of few slots does not even out which side is late in which
+layer, and where both take equally long a pass takes a tenth longer than either (measured, see docs/log.md). `lost` is
+what a pass took beyond that in the profile. A layer takes longer when the store streams beside it, in proportion to
+what it streams: its time lies between the one in memory and the one in a pass that streams all. Times between two
+measured numbers of rows are on the straight line between them, and beyond the last on the last line.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ NOISY = 0.15  # spread of a figure that should not be relied on
 NOISY_SHARE = 0.25  # of the figures: so many noisy ones are worth a word
 HOTTER, SLOWER = 15.0, 0.9  # degrees, and share of the clock: what a machine that throttles shows
 WEIGHT = 0.3  # of the newest run, in what runs have shown
+SHARP = 6  # power of the mean of both sides, see above
 DOUBT = 2.0  # a run that differs by more than this factor tells of something else than the machine
 T = TypeVar("T")
 
@@ -127,9 +129,8 @@ class Together:
 
     @property
     def lost(self) -> float:
-        """Share of the longer side that the pass took beyond it."""
-        side = max(self.read_bytes / self.read.median, self.compute_s)
-        return max(self.seconds.median / side - 1, 0.0)
+        """Share that the pass took beyond what its sides explain."""
+        return max(self.seconds.median / at_once(self.read_bytes / self.read.median, self.compute_s) - 1, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,9 +318,14 @@ def pass_time(profile: Profile, rows: int, threads: int, streamed_bytes: int) ->
     compute_s = compute_seconds(profile, rows, threads, share)
     beside = _of_threads(profile.together, threads)
     lost = _between([(t.rows, t.lost) for t in beside], rows, beyond=_level) if beside and streamed_bytes else 0.0
-    return PassTime(
-        rows, threads, reads_s, compute_s, max(reads_s, compute_s) * (1 + lost) * profile.correction.seconds
-    )
+    seconds = at_once(reads_s, compute_s) * (1 + lost) * profile.correction.seconds
+    return PassTime(rows, threads, reads_s, compute_s, seconds)
+
+
+def at_once(reads_s: float, compute_s: float) -> float:
+    """Seconds of reads and compute that go on side by side and wait for each other."""
+    longer, shorter = max(reads_s, compute_s), min(reads_s, compute_s)
+    return float(longer * (1 + (shorter / longer) ** SHARP) ** (1 / SHARP))
 
 
 def fewest_threads(profile: Profile, rows: int, streamed_bytes: int, most: int) -> PassTime:

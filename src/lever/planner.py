@@ -168,10 +168,9 @@ class Shortage:
 
     def lines(self) -> Iterator[Line]:
         """For people."""
-        yield "it does not fit", "", ""
-        yield f"--dram {self.least // MIB}MiB", format_size(self.least), "would do"
+        yield "it would fit", format_size(self.least), f"with --dram {self.least // MIB}MiB"
         for way in self.ways:
-            yield way.words, format_size(way.total) if way.total is not None else "", "" if way.total else "reads less"
+            yield "or", format_size(way.total) if way.total is not None else "less", f"with {way.words}"
 
 
 def outlook(llm: LLM, settings: ModelSettings, profile: Profile | None) -> Outlook:
@@ -225,13 +224,13 @@ def _ways(llm: LLM, settings: ModelSettings) -> tuple[Way, ...]:
     changes = {
         f"-c {LEAST_CTX}": replace(settings, n_ctx=min(LEAST_CTX, llm.config.n_ctx_train)),
         f"-b {LEAST_BATCH}": replace(settings, n_batch=min(LEAST_BATCH, settings.n_batch)),
-        "no --pin": replace(settings, pin_percent=None),
+        "fewer layers pinned: no --pin": replace(settings, pin_percent=None),
         "--ring 3": replace(settings, n_slots=3),
     }
     totals = {words: _need(llm, changed) for words, changed in changes.items()}
     ways = [Way(words, total) for words, total in totals.items() if total + MIB < need]
     if Image.of(llm.gguf) is None and _q4_0_is_smaller(llm):
-        ways.append(Way(f"lever pack {llm.name} --type q4_0", None))
+        ways.append(Way(f"a smaller image: lever pack {llm.name} --type q4_0", None))
     return tuple(ways)
 
 

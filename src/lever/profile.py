@@ -42,7 +42,7 @@ from lever.cost import (
     fewest_threads,
     read_bytes_per_s,
 )
-from lever.errors import DoesNotFit, LeverError, ProfileError, StorageError
+from lever.errors import Cancelled, DoesNotFit, LeverError, ProfileError, StorageError
 from lever.ggml import load
 from lever.gguf import GGUF
 from lever.loader import LoadedModel, ModelSettings
@@ -66,6 +66,7 @@ WORTH = 64 * MIB  # streamed in each pass: with less, a run has nothing to gain 
 ENOUGH_PASSES = 8  # of a run, to learn from it
 SHORT_CONTEXT = 1024  # beyond, attention takes time that a profile does not know of
 SHORT_S = 0.2  # a sample that takes less is taken twice in its turn
+MANY_ROWS = 16  # more take so long in each layer that a few layers tell enough
 LARGEST_FILE = 1 << 30  # written where a directory is measured
 LEAST_FILE = 64 * MIB
 Progress = Callable[[str], None]
@@ -240,6 +241,18 @@ def _forward(model: Model, tokens: Sequence[int]) -> None:
     model.kv.truncate(0)
 
 
+def _first_layers(model: Model, tokens: Sequence[int], n: int) -> None:
+    """A pass that is given up after `n` layers."""
+
+    def stop(layer: int) -> None:
+        if layer + 1 == n:
+            raise Cancelled("these are enough")
+
+    with suppress(Cancelled):
+        model.forward(tokens, stop)
+    model.kv.truncate(0)
+
+
 # --- layers and projection ----------------------------------------------------------------------------------
 
 
@@ -250,8 +263,9 @@ def _layer_times(
 
     def once(rows: int) -> float:
         before = model.stats.layers_s
-        _forward(model, [0] * rows)
-        return scale * (model.stats.layers_s - before) / model.config.n_layers
+        n = min(max(MANY_ROWS * model.config.n_layers // rows, 2), model.config.n_layers)
+        _first_layers(model, [0] * rows, n)
+        return scale * (model.stats.layers_s - before) / n
 
     rows = [count for count in scope.rows if count <= model.shape.n_batch]
     sampled = _in_turns(model, rows, counts, scope, once, lambda r, t: progress(f"layers: {r} rows, {t} threads"))
