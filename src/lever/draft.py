@@ -15,6 +15,7 @@ from lever.model import Model
 from lever.tree import IN_TEXT, DraftTree, Rerooted
 
 CANDIDATES = 8  # behind each node; more add rows that are hardly ever reached
+LEAST_TEMPERATURE = 1e-4  # as good as none, and no quotient of logits by it overflows
 
 
 class Draft:
@@ -28,8 +29,8 @@ class Draft:
 
     @property
     def room(self) -> int:
-        """Nodes that can still be expanded before the cache is full."""
-        return self.model.shape.n_ctx - self.model.kv.length - len(self._seen)
+        """Nodes that the next step can expand: as many as one pass takes, and as the cache has places for."""
+        return min(self.model.shape.n_tree, self.model.shape.n_ctx - self.model.kv.length - len(self._seen))
 
     def begin(self, tree: DraftTree, text: Sequence[int], temperature: float) -> None:
         """Read what is new of the text, whose last token is the tree's root, and expand the root."""
@@ -85,11 +86,19 @@ class Draft:
 
 
 def likeliest(logits: NDArray[np.float32], n: int, temperature: float) -> list[tuple[int, float]]:
-    """The n most probable tokens and their probabilities. A greedy target is met by the draft's plain softmax."""
-    scaled = logits if temperature <= 0 else logits / np.float32(temperature)
-    top = np.argpartition(scaled, -n)[-n:]
-    top = top[np.argsort(-scaled[top], kind="stable")]
-    shares = np.exp(scaled - scaled[top[0]])
+    """The n most probable tokens and their probabilities. A greedy target is met by the draft's plain softmax.
+
+    None where logits are not finite: a draft that is damaged, or overflows at a token, must not end the target's text.
+    """
+    best = logits.max()
+    if not np.isfinite(best):
+        return []
+    below_best = logits - best
+    if temperature > 0:
+        below_best /= np.float32(max(temperature, LEAST_TEMPERATURE))
+    top = np.argpartition(below_best, -n)[-n:]
+    top = top[np.argsort(-below_best[top], kind="stable")]
+    shares = np.exp(below_best)
     total = float(shares.sum())
     return [(int(token), float(shares[token]) / total) for token in top]
 

@@ -1,0 +1,329 @@
+"""How each preset grows a tree and what it checks of it, with a draft and with costs that are written down."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import combinations, count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lever.cycle_cost import CycleCost
+from lever.errors import UsageError
+from lever.policies import (
+    DEPTH,
+    PRESETS,
+    Grow,
+    Select,
+    Situation,
+    best_nodes,
+    by_levels,
+    gain,
+    grow_while_it_pays,
+    most_worth,
+    preset,
+)
+from lever.tree import IN_TEXT, DraftTree
+
+Path = tuple[int, ...]
+Draft = Callable[[Path], list[tuple[int, float]]]  # tokens behind the root -> candidates
+
+
+def guesses(seed: int, n: int = 4) -> Draft:
+    """A draft whose candidates behind a path are random, and the same each time."""
+
+    def draft(path: Path) -> list[tuple[int, float]]:
+        rng = random.Random(f"{seed} {path}")
+        weights = sorted((rng.random() ** 3 for _ in range(n + 1)), reverse=True)
+        return [(token, weight / sum(weights)) for token, weight in enumerate(weights[:n])]
+
+    return draft
+
+
+def sure(share: float, n: int = 4) -> Draft:
+    """A draft whose first choice always has this probability; the others share the rest."""
+    return lambda _path: [(0, share), *((token, (1 - share) / (n - 1)) for token in range(1, n))]
+
+
+def cost(
+    *, read_s: float = 0.4, row_s: float = 0.02, draft_s: float = 0.01, project_s: float = 0.01, most: int = 128
+) -> CycleCost:
+    """A machine on which rows compute in proportion; the knee is where they take as long as the reads."""
+    found = CycleCost()
+    for rows in (1, most):
+        found.observe_pass(rows, max(read_s, rows * row_s), rows * row_s, read_s)
+    found.observe_draft(1, draft_s)
+    found.observe_draft(128, draft_s)  # however many at once
+    found.observe_project(project_s)
+    return found
+
+
+@dataclass
+class Cycle:
+    """Grows a tree as the engine does, and notes the steps."""
+
+    draft: Draft
+    cost: CycleCost = field(default_factory=cost)
+    most_rows: int = 64
+    tree: DraftTree = field(default_factory=lambda: DraftTree.rooted_at(0))
+    steps: list[list[int]] = field(default_factory=list)
+    spent_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.tree.expand(0, IN_TEXT, self.draft(()))
+
+    @property
+    def situation(self) -> Situation:
+        return Situation(self.tree, self.cost, self.spent_s, self.most_rows)
+
+    def grow(self, grow: Grow) -> Cycle:
+        while nodes := grow(self.situation):
+            assert len(set(nodes)) == len(nodes)
+            self.steps.append(nodes)
+            self.spent_s += self.cost.draft_s(len(nodes))
+            for node in nodes:
+                self.tree.expand(node, len(self.steps), self.draft(self.path(node)))
+        return self
+
+    def path(self, node: int) -> Path:
+        return tuple(self.tree.tokens[at] for at in self.tree.path(node))
+
+    def selected(self, select: Select) -> set[Path]:
+        """Paths of the nodes that are checked: each once, all parents and the root among them."""
+        nodes = select(self.situation)
+        assert len(nodes) == len(set(nodes)) <= self.most_rows
+        assert {self.tree.parents[node] for node in nodes} <= {*nodes, -1}
+        assert 0 in nodes
+        return {self.path(node) for node in nodes}
+
+
+def per_depth(paths: set[Path]) -> list[int]:
+    counts = Counter(map(len, paths))
+    return [counts[depth] for depth in range(max(counts) + 1)]
+
+
+# --- the table ----------------------------------------------------------------------------------------------
+
+
+def test_presets_are_found_by_name_and_an_unknown_one_names_them_all() -> None:
+    assert {name: preset(name).name for name in PRESETS} == {name: name for name in PRESETS}
+    with pytest.raises(UsageError, match="no preset 'leaver': there are flash-ar, .*lever") as caught:
+        preset("leaver")
+    assert caught.value.exit_code == 2
+
+
+def test_all_presets_but_plain_decoding_draft() -> None:
+    assert [name for name in PRESETS if not PRESETS[name].drafts] == ["flash-ar"]
+
+
+def test_plain_decoding_checks_the_root_alone() -> None:
+    cycle = Cycle(guesses(1)).grow(preset("flash-ar").grow)
+    assert cycle.steps == []
+    assert cycle.selected(preset("flash-ar").select) == {()}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("most_rows", [1, 2, 5, 17])
+def test_no_preset_checks_more_than_a_pass_takes(name: str, most_rows: int) -> None:
+    cycle = Cycle(guesses(2), most_rows=most_rows).grow(preset(name).grow)
+    assert len(cycle.selected(preset(name).select)) <= most_rows
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_preset_needs_a_draft_that_says_anything(name: str) -> None:
+    cycle = Cycle(lambda _path: []).grow(preset(name).grow)
+    assert cycle.steps == []
+    assert cycle.selected(preset(name).select) == {()}
+
+
+# --- fixed shapes -------------------------------------------------------------------------------------------
+
+
+def test_chain_sd_is_the_eight_likeliest_tokens_in_a_row() -> None:
+    cycle = Cycle(guesses(3)).grow(preset("chain-sd").grow)
+    assert cycle.selected(preset("chain-sd").select) == {(0,) * depth for depth in range(9)}
+    assert [len(step) for step in cycle.steps] == [1] * 7  # the eighth token needs no step
+
+
+def test_specinfer_has_its_widths_by_depth_and_drafts_a_level_at_once() -> None:
+    cycle = Cycle(guesses(4)).grow(preset("specinfer").grow)
+    found = cycle.selected(preset("specinfer").select)
+    assert per_depth(found) == [1, 1, 1, 3, 3, 3, 3, 3, 3]
+    assert {path for path in found if len(path) == 3} == {(0, 0, 0), (0, 0, 1), (0, 0, 2)}
+    assert [len(step) for step in cycle.steps] == [1, 1, 3, 3, 3, 3, 3]
+
+
+def test_levels_take_up_what_lives_of_an_older_tree() -> None:
+    grow, select = by_levels([2, 1])
+    cycle = Cycle(guesses(5))
+    node = cycle.tree.children[0][1]
+    cycle.tree.expand(node, 0, cycle.draft((1,)))
+    cycle.grow(grow)
+    assert cycle.steps == [[cycle.tree.children[0][0]]]
+    assert cycle.selected(select) == {(), (0,), (1,), (0, 0), (1, 0)}
+
+
+def every_path(draft: Draft, depth: int) -> dict[Path, float]:
+    """All paths of so many tokens at most, with their probabilities."""
+    found, level = {(): 1.0}, [()]
+    for _ in range(depth):
+        children = {(*path, token): found[path] * share for path in level for token, share in draft(path)}
+        found |= children
+        level = list(children)
+    return found
+
+
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 6))
+@settings(deadline=None, max_examples=40)
+def test_opt_tree_is_the_set_with_the_largest_sum_by_brute_force(seed: int, n: int) -> None:
+    draft = guesses(seed, 3)
+    grow, select = best_nodes(n)
+    found = Cycle(draft).grow(grow).selected(select)
+    paths = every_path(draft, n)
+    assert found == set(sorted(paths, key=lambda path: -paths[path])[:n])
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(deadline=None, max_examples=20)
+def test_opt_tree_has_the_26_nodes_that_a_search_one_by_one_finds(seed: int) -> None:
+    draft = guesses(seed, 8)
+    cycle = Cycle(draft).grow(preset("opt-tree").grow)
+    assert cycle.selected(preset("opt-tree").select) == set(one_by_one(draft, 26))
+    assert len(cycle.steps) < 26
+
+
+def one_by_one(draft: Draft, n: int) -> Iterator[Path]:
+    """The likeliest paths, each found from its parent."""
+    order = count()
+    frontier: list[tuple[float, int, Path]] = [(-1.0, next(order), ())]
+    for _ in range(n):
+        share, _, path = heappop(frontier)
+        yield path
+        for token, probability in draft(path):
+            heappush(frontier, (share * probability, next(order), (*path, token)))
+
+
+def test_a_draft_that_is_always_sure_is_not_asked_without_end() -> None:
+    grow, _ = best_nodes(200)
+    assert len(Cycle(lambda _path: [(0, 1.0)], most_rows=300).grow(grow).steps) < DEPTH
+    lever = Cycle(lambda _path: [(0, 1.0)], cost(row_s=1e-3, draft_s=0.0), most_rows=300).grow(preset("lever").grow)
+    assert len(lever.steps) < DEPTH
+    assert max(lever.tree.depths) == DEPTH
+
+
+# --- gain and cost ------------------------------------------------------------------------------------------
+
+
+def rate(cycle: Cycle, nodes: list[int]) -> float:
+    """Tokens a second of a cycle that checks these."""
+    tokens = gain(cycle.tree, nodes)
+    seconds = cycle.spent_s + cycle.cost.pass_s(len(nodes)) + tokens * cycle.cost.project_s()
+    return tokens / seconds
+
+
+def random_cycle(seed: int, n: int, n_steps: int) -> Cycle:
+    rng = random.Random(seed)
+    machine = cost(read_s=rng.choice([0.0, 0.05, 0.4]), row_s=rng.choice([0.01, 0.1, 0.3]), project_s=rng.random() / 20)
+    cycle = Cycle(guesses(seed, n), machine)
+    cycle.spent_s = rng.choice([0.0, 0.1])
+    for slot in range(n_steps):
+        node = rng.choice(cycle.tree.frontier())
+        cycle.tree.expand(node, slot, cycle.draft(cycle.path(node)))
+    return cycle
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(deadline=None, max_examples=60)
+def test_most_worth_is_the_best_set_of_all_by_brute_force(seed: int) -> None:
+    """Of every set that has the parents of its nodes, not only of those of the likeliest."""
+    cycle = random_cycle(seed, 2, 3)
+    tree = cycle.tree
+    others = range(1, len(tree))
+    sets = [[0, *some] for size in range(len(tree)) for some in combinations(others, size)]
+    closed = [nodes for nodes in sets if all(tree.parents[node] in nodes for node in nodes[1:])]
+    best = max(rate(cycle, nodes) for nodes in closed)
+    assert rate(cycle, most_worth(cycle.situation)) == pytest.approx(best)
+
+
+@given(seed=st.integers(0, 10**6), most_rows=st.integers(1, 60))
+@settings(deadline=None, max_examples=60)
+def test_most_worth_is_the_best_number_of_nodes_by_brute_force(seed: int, most_rows: int) -> None:
+    cycle = random_cycle(seed, 6, 8)
+    cycle.most_rows = most_rows
+    found = cycle.selected(most_worth)
+    rates = [rate(cycle, cycle.tree.best(n)) for n in range(1, min(most_rows, len(cycle.tree)) + 1)]
+    assert rates[len(found) - 1] == pytest.approx(max(rates))
+
+
+def test_before_the_first_pass_nothing_is_drafted_and_the_root_alone_is_checked() -> None:
+    cycle = Cycle(sure(0.9), CycleCost()).grow(preset("lever").grow)
+    assert cycle.steps == []
+    assert cycle.selected(preset("lever").select) == {()}
+
+
+@pytest.mark.parametrize("knee", [8, 20, 33])
+def test_lever_fills_rows_up_to_the_knee_and_not_beyond(knee: int) -> None:
+    """Rows are free up to there; one more costs as much as a tenth of the pass, and no candidate is worth that."""
+    machine = CycleCost()
+    machine.observe_pass(knee, 0.4, 0.4, 0.4)
+    machine.observe_pass(knee + 10, 0.8, 0.8, 0.4)
+    cycle = Cycle(sure(0.7, 8), machine)
+    for slot in range(8):
+        node = cycle.tree.frontier()[0]
+        cycle.tree.expand(node, slot, cycle.draft(cycle.path(node)))
+    assert len(cycle.tree) > 50
+    assert len(cycle.selected(preset("lever").select)) == knee
+
+
+def test_lever_checks_all_there_is_before_the_knee() -> None:
+    cycle = Cycle(sure(0.7, 8), cost(read_s=0.4, row_s=0.001))
+    assert len(cycle.selected(preset("lever").select)) == len(cycle.tree) == 9
+
+
+def test_lever_does_not_draft_at_all_when_a_step_takes_longer_than_it_brings() -> None:
+    assert Cycle(sure(0.9), cost(draft_s=10.0)).grow(preset("lever").grow).steps == []
+
+
+def test_lever_does_not_draft_when_the_draft_knows_nothing() -> None:
+    """A thousand tokens as likely as each other, and a step that costs a tenth of a pass."""
+    draft: Draft = lambda _path: [(token, 0.001) for token in range(8)]  # noqa: E731  a table, in one line
+    assert Cycle(draft, cost(draft_s=0.04)).grow(preset("lever").grow).steps == []
+
+
+def test_lever_goes_on_while_drafting_is_cheap_and_stops_sooner_the_dearer_it_is() -> None:
+    steps = [len(Cycle(sure(0.8), cost(draft_s=dear)).grow(preset("lever").grow).steps) for dear in (1e-6, 0.03, 0.1, 1)]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] > 10
+    assert 0 < steps[2] < steps[1] < steps[0]
+    assert steps[3] == 0
+
+
+def test_lever_tries_a_step_when_it_does_not_know_what_one_takes() -> None:
+    machine = CycleCost()
+    machine.observe_pass(1, 0.4, 0.02, 0.4)
+    assert Cycle(sure(0.9), machine).grow(preset("lever").grow).steps != []
+
+
+def test_lever_drafts_the_two_likeliest_nodes_in_a_step() -> None:
+    cycle = Cycle(guesses(7), cost(draft_s=0.002))
+    frontiers = []
+
+    def grow(now: Situation) -> list[int]:
+        frontiers.append(now.tree.frontier())
+        return grow_while_it_pays(2)(now)
+
+    cycle.grow(grow)
+    assert len(cycle.steps) > 3
+    assert cycle.steps == [frontier[:2] for frontier in frontiers[: len(cycle.steps)]]
+
+
+def test_lever_takes_nothing_for_granted_of_what_a_full_tree_checks_already() -> None:
+    """With every row taken, a node is worth a step only if its successors are likelier than the weakest row."""
+    cycle = Cycle(sure(0.4, 8), cost(draft_s=1e-9), most_rows=4).grow(preset("lever").grow)
+    weakest = min(cycle.tree.reach[node] for node in most_worth(cycle.situation))
+    assert max(cycle.tree.reach[node] for node in cycle.tree.frontier()) <= weakest / 0.85
