@@ -11,11 +11,9 @@ from itertools import chain
 from pathlib import Path
 from types import FrameType
 
-from lever import gguf
 from lever.cli.console import Bar, bar, note, same_place, write, write_json
 from lever.cli.options import INTERRUPTED
-from lever.errors import ModelError, UsageError
-from lever.ggml import load
+from lever.errors import UsageError
 from lever.llm import LLM, Generation, GenerationSettings
 from lever.loader import ModelSettings, Progress
 from lever.memory import format_size
@@ -78,21 +76,15 @@ def _open(question: Question, settings: ModelSettings, progress: Bar, output: Ou
 
 
 def _image(model: str, source: Path, progress: Bar, output: Output) -> Path | None:
-    """The flash image of a model in the cache, if this machine computes with it; either way it is told."""
+    """The flash image of a model in the cache, if it may stand for it on this machine; either way it is told."""
     found = find_image(source, progress)
     if found is None:
         return None
-    problem = found.problem
-    if found.image is not None:
-        try:
-            found.image.check(gguf.read(found.path), load())
-        except ModelError as error:
-            problem = str(error)
-    if problem is not None:
-        note(f"not using its flash image: {problem}: lever pack {model} --force")
+    if found.problem is not None:
+        note(f"not using the flash image of {model}: {found.path} {found.problem}; pack it anew: {found.mend(model)}")
         return None
-    if found.image is not None and not output.quiet:
-        note(f"using the flash image of {model} ({found.image.describe()}): {found.path}")
+    if not output.quiet:
+        note(f"using the flash image of {model} ({found.describe()}): {found.path}")
     return found.path
 
 

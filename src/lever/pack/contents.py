@@ -10,9 +10,11 @@ from typing import Literal
 import numpy as np
 
 from lever.arch import ModelConfig, layer_tensors
+from lever.errors import UsageError
 from lever.ggml import Library
 from lever.ggml.layout import fingerprint, takes_repacked
 from lever.gguf import GGUF, IMAGE_CHECKSUMS, IMAGE_PREFIX, TYPES, TensorInfo
+from lever.loader import MAX_THREADS
 from lever.pages import round_up
 from lever.weights.image import KEY, TYPE_IDS, VERSION
 from lever.weights.reader import CheckedFile
@@ -36,6 +38,11 @@ class PackSettings:
     layout: Literal["auto", "plain"] = "auto"
     dram: int  # bytes that the process may hold
     n_threads: int = 1
+
+    def __post_init__(self) -> None:
+        """UsageError for what lies outside its range."""
+        if not 0 < self.n_threads <= MAX_THREADS:
+            raise UsageError(f"threads is {self.n_threads}: it must be 1 to {MAX_THREADS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +135,7 @@ def _metadata(ggml: Library, gguf: GGUF, settings: PackSettings, name: str, sha2
         kept = []
         for key, place in gguf.places.items():
             file.seek(place.start)
-            if key not in changed:
+            if key not in changed and not key.startswith(KEY):
                 kept.append((key, file.read(len(place))))
     return [
         ("general.architecture", _string_value(IMAGE_PREFIX + gguf.architecture)),
@@ -166,7 +173,7 @@ def _header(pairs: Sequence[tuple[str, bytes]], entries: Sequence[Entry], start:
 
 
 def _string(text: str) -> bytes:
-    raw = text.encode()
+    raw = text.encode(errors="backslashreplace")  # bytes of a file's name may be no UTF-8
     return struct.pack("<Q", len(raw)) + raw
 
 
