@@ -46,7 +46,7 @@ class Lever:
     def __init__(self, home: Path, bytecode: Path) -> None:
         theirs = ("LEVER_", "FORCE_COLOR", "COLUMNS", "PYTHONDONTWRITEBYTECODE")
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
-        self.environment |= {"LEVER_HOME": str(home), "LEVER_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.environment |= {"LEVER_HOME": str(home), "LEVER_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
         self.environment["PYTHONPYCACHEPREFIX"] = str(bytecode)  # compiled once, not for each process
 
     def __call__(

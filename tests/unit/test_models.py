@@ -19,28 +19,9 @@ from lever.errors import DownloadError, UsageError
 from lever.models import Removed, Silent, assemble, cache, catalogue, list_models, remove, resolve
 from lever.models.catalogue import CATALOGUE, Entry, installed_parts
 from lever.models.images import image_path
+from tests.fakes import Recorder
 
 DATA = tuple(os.urandom(size) for size in (5 * 1024**2, 1, 4 * 1024**2 + 3))
-
-
-class Recorder:
-    """Progress that remembers what it was told."""
-
-    def __init__(self) -> None:
-        self.jobs: list[str] = []
-        self.total = self.done = self.finished = 0
-        self.told = threading.Event()
-
-    def start(self, total: int, what: str) -> None:
-        self.total, self.done = total, 0
-        self.jobs.append(what)
-        self.told.set()
-
-    def advance(self, n: int) -> None:
-        self.done += n
-
-    def finish(self) -> None:
-        self.finished += 1
 
 
 def install(site: Path, data: Sequence[bytes], version: str = "1.0") -> None:
