@@ -59,7 +59,7 @@ def pack(
         contents = contents_of(ggml, gguf, config, settings, name=name, sha256=sha256())
         assert contents.nbytes == total
         bands = stack.enter_context(Bands(ggml, gguf, contents.entries, settings.n_threads))
-        progress.start(total, f"packing {name}")
+        progress.start(total, f"packing {gguf.path.name}")
         stack.callback(progress.finish)
         writer.write(contents.header)
         for entry in contents.entries:
