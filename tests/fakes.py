@@ -162,3 +162,23 @@ class ScriptedModel:
 
     def as_model(self) -> Model:
         return cast(Model, self)
+
+
+class Recorder:
+    """Progress that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.jobs: list[str] = []
+        self.total = self.done = self.finished = 0
+        self.told = threading.Event()
+
+    def start(self, total: int, what: str) -> None:
+        self.total, self.done = total, 0
+        self.jobs.append(what)
+        self.told.set()
+
+    def advance(self, n: int) -> None:
+        self.done += n
+
+    def finish(self) -> None:
+        self.finished += 1

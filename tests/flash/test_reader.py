@@ -389,7 +389,7 @@ def checked(path: Path, device: FakeDevice | None = None) -> CheckedFile:
     data = path.read_bytes()
     blocks = [data[start : start + CHECKED] for start in range(0, len(data), CHECKED)]
     sums = np.array([xxhash.xxh3_64_intdigest(block) for block in blocks], np.uint64)
-    return CheckedFile(path, sums, device or FakeDevice())
+    return CheckedFile(path, sums, device or FakeDevice(), mend="lever pack this --force")
 
 
 def flip(path: Path, offset: int) -> None:
@@ -407,7 +407,9 @@ def test_a_flipped_bit_is_found_on_the_first_read_with_block_and_file(tmp_path: 
     with checked(path) as file:
         flip(path, offset)
         block = offset // CHECKED
-        wanted = f"{path} is damaged: block {block} .bytes {block * CHECKED} to {(block + 1) * CHECKED}"
+        wanted = (
+            f"{path} is damaged: block {block} .bytes {block * CHECKED} to {(block + 1) * CHECKED}.*lever pack this"
+        )
         for _ in range(2):  # it stays damaged
             with pytest.raises(DamagedImage, match=wanted) as caught:
                 contents(file)
@@ -424,6 +426,20 @@ def test_only_the_blocks_of_a_read_are_checked(tmp_path: Path) -> None:
         contents(file, 3 * CHECKED, CHECKED)
         with pytest.raises(DamagedImage, match="block 2 "):
             contents(file, CHECKED, 2 * CHECKED)
+
+
+def test_all_blocks_up_to_a_byte_are_checked_in_whatever_pieces(tmp_path: Path) -> None:
+    path = new_file(tmp_path, 4 * CHECKED)
+    for n_blocks in (1, 2, 3):
+        with checked(path) as file, Pages(n_blocks * CHECKED) as pages:
+            done: list[int] = []
+            file.check(2 * CHECKED + 1, pages, done.append)
+            assert sum(done) == 3 * CHECKED
+            flip(path, 3 * CHECKED)
+            file.check(3 * CHECKED, pages)
+            with pytest.raises(DamagedImage, match="block 3 "):
+                file.check(3 * CHECKED + 1, pages)
+            flip(path, 3 * CHECKED)
 
 
 def test_a_block_that_was_right_once_is_not_checked_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from lever.ggml.probe import probe
 from lever.gguf import IMAGE_CHECKSUMS, MATRIX_TYPES, TYPES, read
 from lever.memory import rss_bytes
 from lever.models import Silent
+from lever.models.cache import stamp
 from lever.pack import PYTHON_GROWTH, PackSettings, pack, verify
 from lever.pack import writer as writing
 from lever.pack.bands import Bands
@@ -45,7 +47,7 @@ def packed(source: Path, out: Path, **settings: Any) -> Path:
     """The image of a model."""
     gguf = read(source)
     chosen = PackSettings(**{"dram": 1 << 40, "n_threads": 1} | settings)
-    pack(gguf, ModelConfig.from_gguf(gguf), out, chosen, name="tiny", sha256="ab" * 32, progress=Silent())
+    pack(gguf, ModelConfig.from_gguf(gguf), out, chosen, name="tiny", sha256=lambda: "ab" * 32, progress=Silent())
     return out
 
 
@@ -207,6 +209,16 @@ def test_what_was_damaged_for_a_while_is_read_again(small: Path, tmp_path: Path)
         assert same_bits(logits_of(loaded, TOKENS[:9]), expected)
 
 
+def test_a_flipped_bit_of_the_metadata_is_found_before_it_is_computed_with(small: Path, tmp_path: Path) -> None:
+    """The angle of every position, for one: the text would be another, and fluent."""
+    path = packed(small, tmp_path / "image.gguf")
+    key = b"llama.rope.freq_base"
+    flip(path, path.read_bytes().index(key) + len(key) + 4 + 2)
+    assert read(path).real(key.decode()) != read(small).real(key.decode())
+    with pytest.raises(DamagedImage, match="block 0 "):
+        tiny_logits(path, TOKENS[:3])
+
+
 def check(path: Path) -> None:
     gguf = read(path)
     image = Image.of(gguf)
@@ -349,6 +361,113 @@ def test_too_little_space_is_refused_before_a_byte_is_written(
     assert left_in(tmp_path) == []
 
 
+def a_link(out: Path, source: Path) -> None:
+    out.symlink_to(source)
+
+
+def a_name_of_the_same_file(out: Path, source: Path) -> None:
+    out.hardlink_to(source)
+
+
+def a_directory(out: Path, _source: Path) -> None:
+    out.mkdir()
+
+
+def a_pipe(out: Path, _source: Path) -> None:
+    os.mkfifo(out)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (a_link, "is the model itself"),
+        (a_name_of_the_same_file, "is the model itself"),
+        (a_directory, "is a directory"),
+        (a_pipe, "is no file"),
+    ],
+)
+def test_a_place_that_no_image_may_have_is_refused_and_left_as_it_is(
+    small: Path, tmp_path: Path, make: Callable[[Path, Path], None], says: str
+) -> None:
+    out = tmp_path / "image.gguf"
+    make(out, small)
+    before = stamp(out.lstat())
+    with pytest.raises(UsageError, match=f"{out} {says}.*-o"):
+        packed(small, out)
+    assert stamp(out.lstat()) == before
+    assert left_in(tmp_path) == ["image.gguf"]
+    with pytest.raises(UsageError, match="is the model itself"):
+        packed(small, small)
+
+
+def test_what_a_killed_process_left_of_the_same_image_goes_and_nothing_else(small: Path, tmp_path: Path) -> None:
+    names = ["image.gguf.4711.part", "image.gguf.mine.part", "other.gguf.4711.part", "imagexgguf.4711.part"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"half")
+    packed(small, tmp_path / "image.gguf")
+    assert left_in(tmp_path) == sorted(["image.gguf", *names[1:]])
+
+
+def test_room_and_budget_are_looked_at_before_the_source_is_hashed(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes a while for a large one."""
+    hashed = 0
+
+    def sha256() -> str:
+        nonlocal hashed
+        hashed += 1
+        return "00"
+
+    gguf = read(small)
+
+    def refused(dram: int) -> None:
+        settings, config = PackSettings(dram=dram), ModelConfig.from_gguf(gguf)
+        pack(gguf, config, tmp_path / "image.gguf", settings, name="tiny", sha256=sha256, progress=Silent())
+
+    with pytest.raises(DoesNotFit):
+        refused(1 << 20)
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: type("Usage", (), {"free": 1000}))
+    with pytest.raises(StorageError):
+        refused(1 << 40)
+    assert hashed == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "free some space, or choose another place"),
+        (errno.EDQUOT, "free some space, or choose another place"),
+        (errno.EROFS, "Read-only file system: choose another place"),
+        (errno.EFBIG, "File too large: choose another place"),
+    ],
+)
+def test_what_keeps_an_image_from_being_written_is_told_with_what_helps(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, advice: str
+) -> None:
+    error = OSError(number, os.strerror(number))
+    monkeypatch.setattr("os.fdatasync", lambda _fd: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(writing, "SYNC_BYTES", 1)
+    with pytest.raises(StorageError, match=rf"image\.gguf cannot be written: .*{advice}"):
+        packed(small, tmp_path / "image.gguf")
+    assert left_in(tmp_path) == []
+
+
+def test_metadata_of_an_image_in_a_source_is_not_taken_over(tmp_path: Path) -> None:
+    """It would stand there twice, and nobody could read the image."""
+    keys = {"lever.image.type": "q4_0", "lever.image.surprise": 1}
+    source = tiny.tiny_model(tmp_path / "tiny.gguf", n_ff=256, type="Q4_0", metadata=keys)
+    gguf = read(packed(source, tmp_path / "image.gguf"))
+    assert gguf.text("lever.image.type") == "keep"
+    assert "lever.image.surprise" not in gguf.metadata
+
+
+@pytest.mark.parametrize("threads", [0, -1, 513, 100_000])
+def test_a_number_of_threads_that_ggml_does_not_have_is_refused(threads: int) -> None:
+    with pytest.raises(UsageError, match=f"threads is {threads}: it must be 1 to 512"):
+        PackSettings(dram=1, n_threads=threads)
+
+
 def test_an_older_image_stays_until_the_new_one_is_whole(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,6 +504,7 @@ def test_a_budget_too_small_is_refused_and_an_image_is_no_source(small: Path, tm
     ("key", "value"),
     [
         ("lever.image.repacked", ["blk.0.nothing"]),
+        ("lever.image.repacked", [b"\xff"]),
         ("lever.image.layouts", ["Q4_0"]),
         ("lever.image.layouts", ["Q9_9=00"]),
         ("lever.image.version", "one"),

@@ -22,6 +22,7 @@ from lever.cli.console import Bar, note, write, write_json
 from lever.cli.options import variable
 from lever.cli.run import choose, parse_logit_bias
 from lever.errors import StorageError, UsageError
+from lever.models.cache import place_hash
 
 COMMAND: Any = typer.main.get_command(app)
 VERBS = tuple(COMMAND.commands)
@@ -406,6 +407,13 @@ def test_a_file_with_bytes_that_are_no_utf_8_is_a_prompt(asked: Callable[..., Se
         (["profile", "none.gguf"], 5, "none.gguf: cannot be read"),
         (["profile", "none.gguf", "--ring", "2"], 2, "ring is 2"),
         (["profile", "none.gguf", "--plot", "plot.txt"], 2, "plot.txt: a plot ends in .png, .svg or .pdf"),
+        (["pack", "none.gguf"], 5, "none.gguf: cannot be read"),
+        (["pack", "none.gguf", "--verify"], 5, "none.gguf: cannot be read"),
+        (["pack", "/"], 5, "/: is not a regular file"),
+        (["pack", "demo", "--type", "q9"], 2, "'q9' is not one of"),
+        (["pack", "demo", "--layout", "repacked"], 2, "'repacked' is not one of"),
+        (["pack", "demo", "-t", "0"], 2, "threads is 0"),
+        (["pack", "demo", "-t", "513"], 2, "threads is 513"),
         (["pull", "./none.gguf"], 5, "no such file"),
         (["pull", "hf:one-word"], 2, "write hf:owner/repo"),
         (["rm"], 2, "Missing argument 'MODEL'"),
@@ -488,6 +496,9 @@ def cached(tmp_path: Path) -> Path:
     (models / "small.gguf").write_bytes(b"GGUF" + bytes(1020))
     (models / f"{'long' * 30}.gguf").write_bytes(bytes(3 << 20))
     (models / "half.gguf.part").write_bytes(bytes(9))
+    image = tmp_path / f"home/images/small-{place_hash(models / 'small.gguf')[:12]}.gguf"
+    image.parent.mkdir()
+    image.write_bytes(bytes(2048))
     return models
 
 
@@ -496,16 +507,18 @@ def test_list_shows_whole_models_one_a_line(lever: Lever, cached: Path) -> None:
     heading, *rows = shown.out.splitlines()
 
     assert (shown.code, shown.err) == (0, "")
-    assert heading.split() == ["NAME", "SIZE", "SOURCE", "PATH"]
-    assert [row.split()[:4] for row in rows] == [
-        ["long" * 30, "3", "MiB", "lever"],
-        ["small", "1", "KiB", "lever"],
+    assert heading.split() == ["NAME", "SIZE", "IMAGE", "SOURCE", "PATH"]
+    assert [row.split()[:-1] for row in rows] == [
+        ["long" * 30, "3", "MiB", "-", "lever"],
+        ["small", "1", "KiB", "2", "KiB", "lever"],
     ]
     assert all(row.endswith(".gguf") and str(cached) in row for row in rows)
 
 
 def test_list_is_json_on_request(lever: Lever, cached: Path) -> None:
     small = {"name": "small", "path": str(cached / "small.gguf"), "bytes": 1024, "source": "lever"}
+    (image,) = (cached.parent / "images").iterdir()
+    small["image"] = {"path": str(image), "bytes": 2048}
 
     assert small in json.loads(lever("list", "--json").out)
     assert small in json.loads(lever("list", LEVER_JSON="1").out)
@@ -520,7 +533,8 @@ def test_an_empty_list_says_how_to_fill_it(lever: Lever) -> None:
 
 
 def test_rm_deletes_what_it_is_told_and_nothing_else(lever: Lever, cached: Path) -> None:
-    assert lever("rm", "small").line == "removed small, 1 KiB freed"
+    assert lever("rm", "small").line == "removed small and its flash image, 3 KiB freed"
+    assert list((cached.parent / "images").iterdir()) == []
     assert sorted(path.name for path in cached.iterdir()) == ["half.gguf.part", f"{'long' * 30}.gguf"]
     assert lever("rm", "../home/models/half.gguf.part").code == 2
 

@@ -20,8 +20,9 @@ from types import ModuleType
 import pytest
 
 from lever.errors import DownloadError, UsageError
-from lever.models import hub, list_models, remove, resolve
+from lever.models import Removed, hub, list_models, remove, resolve
 from lever.models.hub import Reference, choose, parse
+from lever.models.images import image_path
 
 HTML = b"<!DOCTYPE html><html><body>Sign in</body></html>"
 
@@ -516,7 +517,7 @@ def test_a_removed_model_is_gone_and_others_stay(tmp_path: Path) -> None:
     serve("a/b", "m-Q4_K_M.gguf", "m-Q8_0.gguf")
     resolve("hf:a/b:Q4_K_M")
     kept = resolve("hf:a/b:Q8_0").path
-    assert remove("hf:a/b:q4_k_m") == 200004
+    assert remove("hf:a/b:q4_k_m") == Removed(200004)
     assert [model.path for model in list_models()] == [kept]
     assert len(list((tmp_path / "hub/models--a--b/blobs").iterdir())) == 1
     assert len(list((tmp_path / "lever/verified").iterdir())) == 1
@@ -529,7 +530,24 @@ def test_every_revision_of_a_model_is_removed() -> None:
     resolve("hf:a/b")
     (model,) = list_models()
     assert model.bytes == 2 * 200004
-    assert remove(model.name) == 2 * 200004
+    assert remove(model.name) == Removed(2 * 200004)
+    assert list_models() == []
+
+
+def test_the_flash_image_of_a_model_is_listed_and_removed_with_it() -> None:
+    """One of another revision, with other bytes, has an image of its own; it goes too."""
+    repo = serve("a/b", "m.gguf")
+    old = image_path(resolve("hf:a/b").path)
+    repo.files["m.gguf"], repo.commit = gguf(), "2" * 40
+    new = image_path(resolve("hf:a/b").path)
+    assert new != old
+    old.parent.mkdir()
+    old.write_bytes(bytes(5))
+    new.write_bytes(bytes(9))
+    model, lone = list_models()
+    assert (model.image, model.image_bytes) == (new, 9)
+    assert (lone.path, lone.bytes, lone.source) == (old, 5, "image")
+    assert remove(model.name) == Removed(2 * 200004, 14)
     assert list_models() == []
 
 

@@ -16,30 +16,12 @@ from pathlib import Path
 import pytest
 
 from lever.errors import DownloadError, UsageError
-from lever.models import assemble, cache, catalogue, list_models, remove, resolve
+from lever.models import Removed, Silent, assemble, cache, catalogue, list_models, remove, resolve
 from lever.models.catalogue import CATALOGUE, Entry, installed_parts
+from lever.models.images import image_path
+from tests.fakes import Recorder
 
 DATA = tuple(os.urandom(size) for size in (5 * 1024**2, 1, 4 * 1024**2 + 3))
-
-
-class Recorder:
-    """Progress that remembers what it was told."""
-
-    def __init__(self) -> None:
-        self.jobs: list[str] = []
-        self.total = self.done = self.finished = 0
-        self.told = threading.Event()
-
-    def start(self, total: int, what: str) -> None:
-        self.total, self.done = total, 0
-        self.jobs.append(what)
-        self.told.set()
-
-    def advance(self, n: int) -> None:
-        self.done += n
-
-    def finish(self) -> None:
-        self.finished += 1
 
 
 def install(site: Path, data: Sequence[bytes], version: str = "1.0") -> None:
@@ -130,6 +112,38 @@ def test_a_touched_file_is_hashed_once_and_then_trusted(toy: Path) -> None:
     for _ in range(2):
         resolve("toy", progress=progress)
     assert progress.jobs == ["checking toy.gguf"]
+
+
+def test_a_file_written_to_is_not_trusted_though_its_size_and_time_were_put_back(toy: Path) -> None:
+    before = resolve("toy").path.stat()
+    whole = toy.read_bytes()
+    toy.write_bytes(b"x" + whole[1:])
+    os.utime(toy, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert toy.stat().st_size == before.st_size
+    assert resolve("toy").path.read_bytes() == whole
+
+
+def test_a_file_written_to_while_it_is_hashed_is_hashed_again(tmp_path: Path, home: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(9))
+
+    class Writing(Recorder):
+        def finish(self) -> None:
+            file.write_bytes(b"x" * 9)
+
+    assert cache.known_sha256(file, Writing()) == hashlib.sha256(bytes(9)).hexdigest()
+    assert cache.known_sha256(file, Silent()) == hashlib.sha256(b"x" * 9).hexdigest()
+    assert home.exists()
+
+
+def test_a_hash_that_cannot_be_remembered_is_right_all_the_same(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_bytes(bytes(9))
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert cache.known_sha256(tmp_path / "file", Silent()) == hashlib.sha256(bytes(9)).hexdigest()
+    assert caplog.messages == [f"{tmp_path / 'file'} will be hashed again next time: No space left on device"]
+    assert list((home / "verified").iterdir()) == []
 
 
 @pytest.mark.usefixtures("toy")
@@ -271,7 +285,7 @@ def test_models_are_listed_and_removed_by_name(toy: Path, home: Path) -> None:
     (model,) = list_models()
     size = sum(map(len, DATA))
     assert (model.name, model.path, model.bytes, model.source) == ("toy", toy, size, "lever")
-    assert remove("toy") == size
+    assert remove("toy") == Removed(size)
     assert list_models() == []
     assert list((home / "verified").iterdir()) == []
 
@@ -295,6 +309,31 @@ def test_removing_a_link_leaves_what_it_points_to(toy: Path, tmp_path: Path) -> 
     remove("mine")
     assert outside.exists()
     assert list_models() == []
+
+
+def test_a_flash_image_is_listed_with_its_model_and_removed_with_it(toy: Path) -> None:
+    resolve("toy")
+    image = image_path(toy)
+    image.parent.mkdir()
+    image.write_bytes(bytes(7))
+    (model,) = list_models()
+    assert (model.image, model.image_bytes) == (image, 7)
+    assert remove("toy") == Removed(sum(map(len, DATA)), 7)
+    assert not image.exists()
+
+
+def test_an_image_whose_model_is_elsewhere_is_listed_and_removed_by_its_own_name(toy: Path, tmp_path: Path) -> None:
+    resolve("toy")
+    mine = tmp_path / "mine.gguf"
+    mine.write_bytes(b"GGUF")
+    image = image_path(mine)
+    image.parent.mkdir()
+    image.write_bytes(bytes(7))
+    _, lone = list_models()
+    assert (lone.name, lone.path, lone.bytes, lone.source, lone.image) == (image.stem, image, 7, "image", None)
+    assert remove(lone.name) == Removed(0, 7)
+    assert mine.exists()
+    assert [model.path for model in list_models()] == [toy]
 
 
 @pytest.mark.real

@@ -296,7 +296,9 @@ def test_lever_does_not_draft_when_the_draft_knows_nothing() -> None:
 
 
 def test_lever_goes_on_while_drafting_is_cheap_and_stops_sooner_the_dearer_it_is() -> None:
-    steps = [len(Cycle(sure(0.8), cost(draft_s=dear)).grow(preset("lever").grow).steps) for dear in (1e-6, 0.03, 0.1, 1)]
+    steps = [
+        len(Cycle(sure(0.8), cost(draft_s=dear)).grow(preset("lever").grow).steps) for dear in (1e-6, 0.03, 0.1, 1)
+    ]
     assert steps == sorted(steps, reverse=True)
     assert steps[0] > 10
     assert 0 < steps[2] < steps[1] < steps[0]

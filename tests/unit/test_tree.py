@@ -154,7 +154,9 @@ def test_a_node_without_its_parent_is_our_own_mistake(chosen: list[int]) -> None
 
 
 @given(tree=grown(), data=st.data())
-def test_any_set_that_is_closed_under_parents_gives_rows_that_a_pass_takes(tree: DraftTree, data: st.DataObject) -> None:
+def test_any_set_that_is_closed_under_parents_gives_rows_that_a_pass_takes(
+    tree: DraftTree, data: st.DataObject
+) -> None:
     picked = data.draw(st.sets(st.integers(0, len(tree) - 1)))
     chosen = {0}.union(*([node, *tree.path(node)] for node in picked))
     rows = depth_first(tree, chosen)

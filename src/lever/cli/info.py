@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from lever.arch import ModelConfig
     from lever.gguf import GGUF
+    from lever.weights.image import Image
     from lever.weights.plan import ModelUnits
 
 
@@ -26,7 +27,7 @@ def info(
     json_output: o.Json = False,
     offline: o.Offline = False,
 ) -> None:
-    """Show a model's shape, types and sizes, and what a pass over it reads.
+    """Show a model's shape, types and sizes, and what a pass over it reads; of a flash image, what it says of itself.
 
     lever info demo
     lever info model.gguf --json
@@ -34,13 +35,18 @@ def info(
     from lever import gguf as gguf_file
     from lever.arch import ModelConfig
     from lever.models import resolve
+    from lever.pages import PAGE
+    from lever.weights.image import Image
     from lever.weights.plan import model_units
+    from lever.weights.reader import CheckedFile
 
     with bar() as progress:
         path = resolve(model, offline=offline, progress=progress).path
     gguf = gguf_file.read(path)
     config = ModelConfig.from_gguf(gguf)
-    facts = _facts(gguf, config, model_units(gguf, config))
+    image = Image.of(gguf)
+    units = model_units(gguf, config, CheckedFile.grain if image is not None else PAGE)
+    facts = _facts(gguf, config, units) | {"image": _image_facts(gguf, image) if image is not None else None}
     if json_output:
         write_json(facts)
     else:
@@ -50,11 +56,11 @@ def info(
 def _facts(gguf: GGUF, config: ModelConfig, units: ModelUnits) -> dict[str, object]:
     from collections import Counter
 
-    from lever.gguf import TYPES
+    from lever.gguf import IMAGE_CHECKSUMS, TYPES
     from lever.kv_cache import kv_bytes
 
     layers = [sum(units.units[index].nbytes for index in layer) for layer in units.layers]
-    types = Counter(TYPES[tensor.type].name for tensor in gguf.tensors.values())
+    types = Counter(TYPES[t.type].name for t in gguf.tensors.values() if t.name != IMAGE_CHECKSUMS)
     return {
         "path": str(gguf.path),
         "files": len(gguf.files),
@@ -84,12 +90,34 @@ def _facts(gguf: GGUF, config: ModelConfig, units: ModelUnits) -> dict[str, obje
     }
 
 
+def _image_facts(gguf: GGUF, image: Image) -> dict[str, object]:
+    """What a flash image says of itself, and whether it is of use here."""
+    from lever.ggml import load
+
+    hindrance = image.hindrance(gguf, load())
+    return {
+        "version": image.version,
+        "type": image.type,
+        "layout": image.layout,
+        "ggml": image.ggml,
+        "source": image.source_name,
+        "source_bytes": image.source_bytes,
+        "source_sha256": image.source_sha256,
+        "runs_here": hindrance is None,
+        "hindrance": hindrance,
+    }
+
+
 def _table(facts: dict[str, object]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
-    for name, value in facts.items():
+    image = facts["image"]
+    rows = {name: value for name, value in facts.items() if name != "image"}
+    if isinstance(image, dict):
+        rows |= {f"image {name}": value for name, value in image.items() if value is not None}
+    for name, value in rows.items():
         table.add_row(name.replace("bytes", "size").replace("_", " "), printable(_readable(name, value)))
     return table
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +10,9 @@ from lever.cli import options as o
 from lever.cli.console import bar, note, printable, write, write_json, write_table
 from lever.cli.run import DEFAULT_MODEL
 from lever.errors import StorageError
+
+if TYPE_CHECKING:
+    from lever.models import CachedModel
 
 
 def pull(
@@ -41,7 +44,7 @@ def pull(
 
 
 def list_(json_output: o.Json = False) -> None:
-    """List the models in lever's cache and in the hub's.
+    """List the models in lever's cache and in the hub's, with their flash images.
 
     lever list
     lever list --json
@@ -53,21 +56,28 @@ def list_(json_output: o.Json = False) -> None:
 
     models = list_models()
     if json_output:
-        write_json([{"name": m.name, "path": str(m.path), "bytes": m.bytes, "source": m.source} for m in models])
+        write_json([_document(model) for model in models])
         return
     if not models:
         note("no models yet: lever pull demo, or lever pull hf:owner/repo")
         return
-    table = Table("NAME", "SIZE", "SOURCE", "PATH", box=None, pad_edge=False)
+    table = Table("NAME", "SIZE", "IMAGE", "SOURCE", "PATH", box=None, pad_edge=False)
     for m in models:
-        table.add_row(printable(m.name), format_size(m.bytes), m.source, printable(str(m.path)))
+        image = format_size(m.image_bytes) if m.image is not None else "-"
+        table.add_row(printable(m.name), format_size(m.bytes), image, m.source, printable(str(m.path)))
     write_table(table, wrap=False)
+
+
+def _document(model: CachedModel) -> dict[str, object]:
+    image = {"path": str(model.image), "bytes": model.image_bytes} if model.image is not None else None
+    document = {"name": model.name, "path": str(model.path), "bytes": model.bytes, "source": model.source}
+    return document | {"image": image}
 
 
 def rm(
     models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Names as lever list shows them.")],
 ) -> None:
-    """Delete models from the caches; never a file elsewhere.
+    """Delete models and their flash images from the caches; never a file elsewhere.
 
     lever rm demo demo-draft
     """
@@ -75,4 +85,6 @@ def rm(
     from lever.models import remove
 
     for model in models:
-        note(f"removed {model}, {format_size(remove(model))} freed")
+        removed = remove(model)
+        both = " and its flash image" if removed.image_bytes and removed.bytes else ""
+        note(f"removed {model}{both}, {format_size(removed.bytes + removed.image_bytes)} freed")

@@ -11,14 +11,13 @@ from lever import gguf
 from lever.arch import ModelConfig
 from lever.cli.console import Bar, note
 from lever.cost import PassTime, Profile
-from lever.errors import DoesNotFit, LeverError, ModelError, StorageError
-from lever.ggml import load
+from lever.errors import DoesNotFit, LeverError, StorageError
 from lever.llm import LLM
 from lever.loader import ModelSettings
 from lever.memory import format_size
 from lever.models import resolve
 from lever.models.cache import exclusive
-from lever.models.images import find_image, image_path, source_sha256
+from lever.models.images import find_image, image_path, steady_sha256
 from lever.pack import PackSettings, pack
 from lever.profile import QUICK, covers, expected_pass, identity_of, is_worth_it, keep, kept, learned, measure, tuned
 from lever.stats import RunStats
@@ -53,7 +52,7 @@ def open_draft(reference: str, settings: ModelSettings, progress: Bar, *, offlin
     if Image.of(header) is not None:
         return resolved.path
     found = find_image(resolved.path, progress)
-    if found is not None and found.image is not None and _fits_this_cpu(found.image, found.path):
+    if found is not None and found.problem is None:
         return found.path
     if not quiet:
         note(f"preparing the draft {reference}, once (lever pack {reference} --type q4_0)")
@@ -65,36 +64,25 @@ def open_draft(reference: str, settings: ModelSettings, progress: Bar, *, offlin
             path,
             PackSettings(type="q4_0", dram=settings.dram, n_threads=settings.n_threads),
             name=reference,
-            sha256=source_sha256(header.files, progress),
+            sha256=steady_sha256(resolved.path, progress),
             progress=progress,
         )
     return path
 
 
-def _fits_this_cpu(image: Image, path: Path) -> bool:
-    try:
-        image.check(gguf.read(path), load())
-    except ModelError:
-        return False
-    return True
-
-
 def _image(reference: str, source: Path, progress: Bar, *, quiet: bool) -> Path | None:
-    """The flash image of a model in the cache, if this machine computes with it; either way it is told."""
+    """The flash image of a model in the cache, if it may stand for it on this machine; either way it is told."""
     found = find_image(source, progress)
     if found is None:
         return None
-    problem = found.problem
-    if found.image is not None:
-        try:
-            found.image.check(gguf.read(found.path), load())
-        except ModelError as error:
-            problem = str(error)
-    if problem is not None:
-        note(f"not using its flash image: {problem}: lever pack {reference} --force")
+    if found.problem is not None:
+        note(
+            f"not using the flash image of {reference}: {found.path} {found.problem}; "
+            f"pack it anew: {found.mend(reference)}"
+        )
         return None
-    if found.image is not None and not quiet:
-        note(f"using the flash image of {reference} ({found.image.describe()}): {found.path}")
+    if not quiet:
+        note(f"using the flash image of {reference} ({found.describe()}): {found.path}")
     return found.path
 
 

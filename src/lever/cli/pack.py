@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +16,7 @@ import typer
 from lever.cli import options as o
 from lever.cli.console import Bar, bar, note, write
 from lever.cli.run import DEFAULT_MODEL
-from lever.errors import UsageError
+from lever.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from lever.pack import PackSettings
@@ -84,47 +89,107 @@ def pack(
         dram=parse_size(dram),
         n_threads=len(performance_cores()) if threads is None else threads,
     )
-    with bar(quiet=quiet) as progress:
+    with bar(quiet=quiet) as progress, _leaving_in_order():
         source = resolve(model, offline=offline, progress=progress).path
-        path = _packed(model, source, out, settings, progress, force=force, verify=verify)
+        if verify and out is None and not force and _is_image(source):
+            path = source
+        else:
+            path = _packed(model, source, out, settings, progress, force=force, verify=verify, quiet=quiet)
         if verify:
-            _verify(path, progress)
+            _verify(path, progress, quiet=quiet)
     write(f"{path}\n")
 
 
+@contextmanager
+def _leaving_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind like Ctrl-C, so that no half of an image is left; a second one ends at once."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise SystemExit(128 + number)  # what a shell makes of it
+
+    caught = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]  # nohup ignores
+    for number in caught:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in caught:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _is_image(path: Path) -> bool:
+    from lever import gguf as gguf_file
+    from lever.weights.image import Image
+
+    return Image.of(gguf_file.read(path)) is not None
+
+
 def _packed(
-    name: str, source: Path, out: Path | None, settings: PackSettings, progress: Bar, *, force: bool, verify: bool
+    name: str,
+    source: Path,
+    out: Path | None,
+    settings: PackSettings,
+    progress: Bar,
+    *,
+    force: bool,
+    verify: bool,
+    quiet: bool,
 ) -> Path:
     """The image at its place, made now unless it is there already."""
     from lever import gguf as gguf_file
     from lever.arch import ModelConfig
     from lever.memory import format_size
-    from lever.models.cache import exclusive
-    from lever.models.images import find_image, image_path, source_sha256
+    from lever.models.cache import exclusive, place_hash
+    from lever.models.images import image_path, steady_sha256
     from lever.pack import pack as write_image
-    from lever.weights.image import Image
+    from lever.pack import refuse_image, refuse_place
 
-    gguf = gguf_file.read(source)
-    if verify and Image.of(gguf) is not None:
-        return source
-    path = image_path(source) if out is None else out
-    with exclusive(path.stem, progress):
+    path = image_path(source) if out is None else Path(os.path.realpath(out))
+    if out is not None and not path.parent.is_dir():
+        raise StorageError(f"{out}: there is no directory {path.parent}: make it, or choose another place with -o")
+    with exclusive(f"image-{place_hash(path)[:12]}", progress, f"packs {name}"):
+        sha256 = steady_sha256(source, progress)  # before its header is read
+        gguf = gguf_file.read(source)
+        refuse_image(gguf)
+        refuse_place(path, gguf)
         if path.exists() and not force:
-            found = find_image(source, progress) if out is None else None
-            image = found.image if found is not None else None
-            if image is None or (image.type, image.wanted_layout) != (settings.type, settings.layout):
-                what = f" ({image.describe()})" if image is not None else ""
-                raise UsageError(f"{path} is there already{what}: write it anew with --force")
-            note(f"{name} is packed already ({image.describe()}): --force does it again")
-            return path
+            if out is not None:
+                raise UsageError(f"{out} is there already: write it anew with --force")
+            if _is_done(name, source, settings, progress, verify=verify, quiet=quiet):
+                return path
+        if out is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
         config = ModelConfig.from_gguf(gguf)
-        sha256 = source_sha256(gguf.files, progress)
-        nbytes = write_image(gguf, config, path, settings, name=name, sha256=sha256, progress=progress)
-    note(f"packed {name} into {format_size(nbytes)}")
-    return path
+        called = str(source.absolute()) if source == Path(name) else name  # from wherever it will be packed again
+        nbytes = write_image(gguf, config, path, settings, name=called, sha256=sha256, progress=progress)
+    if not quiet:
+        note(f"packed {name} into {format_size(nbytes)}")
+    return path if out is None else out
 
 
-def _verify(path: Path, progress: Bar) -> None:
+def _is_done(name: str, source: Path, settings: PackSettings, progress: Bar, *, verify: bool, quiet: bool) -> bool:
+    """Whether the cache has just this image. UsageError for another one, which somebody may want.
+
+    One that is of no use is not in the way, unless it is to be verified and damaged.
+    """
+    from lever.models.images import find_image
+
+    found = find_image(source, progress)
+    if found is not None and found.error is not None and verify:
+        raise found.error
+    if found is None or found.image is None or found.problem is not None:
+        if found is not None:
+            note(f"{found.path} {found.problem}: packing it anew")
+        return False
+    if (found.image.type, found.image.wanted_layout) != (settings.type, settings.layout):
+        raise UsageError(f"{found.path} is there already ({found.describe()}): write it anew with --force")
+    if not quiet:
+        note(f"{name} is packed already ({found.describe()}): --force does it again")
+    return True
+
+
+def _verify(path: Path, progress: Bar, *, quiet: bool) -> None:
     from lever import gguf as gguf_file
     from lever.ggml import load
     from lever.pack import verify
@@ -134,5 +199,6 @@ def _verify(path: Path, progress: Bar) -> None:
     image = Image.of(gguf)
     assert image is not None
     verify(gguf, image, progress)
+    if not quiet:
+        note(f"{path} is whole: {image.describe()}")
     image.check(gguf, load())
-    note(f"{path} is whole: {image.describe()}")

@@ -13,7 +13,7 @@ from lever.errors import StorageError, UsageError
 from lever.models import assemble, cache, catalogue, hub, images
 from lever.models.cache import Progress, Silent
 
-__all__ = ["CachedModel", "Progress", "ResolvedModel", "Silent", "list_models", "remove", "resolve"]
+__all__ = ["CachedModel", "Progress", "Removed", "ResolvedModel", "Silent", "list_models", "remove", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,22 @@ class ResolvedModel:
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A model in one of the caches; its name is what resolve() and remove() take."""
+    """A model in one of the caches, or a flash image there whose model is elsewhere; remove() takes its name."""
 
     name: str
     path: Path
     bytes: int
-    source: Literal["lever", "hub"]
+    source: Literal["lever", "hub", "image"]
+    image: Path | None = None  # its flash image
+    image_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Bytes that were freed, of a model and of its flash image."""
+
+    bytes: int
+    image_bytes: int = 0
 
 
 def resolve(ref: str, *, offline: bool = False, progress: Progress | None = None) -> ResolvedModel:
@@ -62,40 +72,57 @@ def _known(word: str, names: Iterable[str]) -> str:
 
 
 def list_models() -> list[CachedModel]:
-    """What is in lever's cache and, of GGUF files, in the hub's."""
-    own = [CachedModel(path.stem, path, path.lstat().st_size, "lever") for path in _own_files()]
-    return own + [CachedModel(model.name, model.path, model.nbytes, "hub") for model in hub.cached_models()]
+    """What is in lever's cache and, of GGUF files, in the hub's; then images of models that are in neither."""
+    models = [_listed(path.stem, path, path.lstat().st_size, "lever") for path in _own_files()]
+    models += [_listed(model.name, model.path, model.nbytes, "hub") for model in hub.cached_models()]
+    rest = sorted(set(images.cached_images()) - {model.image for model in models})
+    return models + [CachedModel(path.stem, path, path.lstat().st_size, "image") for path in rest]
+
+
+def _listed(name: str, path: Path, nbytes: int, source: Literal["lever", "hub"]) -> CachedModel:
+    image = images.image_path(path)
+    if not image.is_file():
+        return CachedModel(name, path, nbytes, source)
+    return CachedModel(name, path, nbytes, source, image, image.stat().st_size)
 
 
 def _own_files() -> list[Path]:
     return sorted(cache.models_dir().glob("*.gguf"))
 
 
-def remove(name: str) -> int:
-    """Delete a listed model; the bytes freed. Only what list_models() shows can be deleted."""
+def remove(name: str) -> Removed:
+    """Delete a listed model and its flash image. Only what list_models() shows can be deleted."""
     try:
-        return _remove_from_hub(name) if name.startswith(hub.PREFIX) else _remove_own(name)
+        if name.startswith(hub.PREFIX):
+            return _remove_from_hub(name)
+        path = next((path for path in _own_files() if path.stem == name), None)
+        return _remove_lone_image(name) if path is None else _remove_own(path)
     except OSError as error:
         raise StorageError(f"{name} cannot be removed: {error.filename}: {error.strerror or error}") from error
 
 
-def _remove_own(name: str) -> int:
-    path = next((path for path in _own_files() if path.stem == name), None)
-    if path is None:
-        raise _not_cached(name)
-    with cache.exclusive(name, Silent()):
-        freed = path.lstat().st_size
-        freed += images.remove_image(path)
+def _remove_own(path: Path) -> Removed:
+    with cache.exclusive(path.stem, Silent()):
+        nbytes, image_bytes = path.lstat().st_size, images.remove_image(path)
         cache.forget(path)
         path.unlink()
-    return freed
+    return Removed(nbytes, image_bytes)
 
 
-def _remove_from_hub(name: str) -> int:
+def _remove_lone_image(name: str) -> Removed:
+    image = next((model for model in list_models() if (model.source, model.name) == ("image", name)), None)
+    if image is None:
+        raise _not_cached(name)
+    image.path.unlink()
+    return Removed(0, image.bytes)
+
+
+def _remove_from_hub(name: str) -> Removed:
     model = hub.cached(hub.parse(name))
     if model is None:
         raise _not_cached(name)
-    return hub.remove(model.files)
+    image_bytes = sum(images.remove_image(file) for file in model.files)  # while the links tell which
+    return Removed(hub.remove(model.files), image_bytes)
 
 
 def _not_cached(name: str) -> UsageError:

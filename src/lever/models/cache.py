@@ -6,10 +6,11 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +18,8 @@ import platformdirs
 
 from lever.errors import DownloadError
 from lever.memory import drop_page_cache, format_size
+
+log = logging.getLogger(__name__)
 
 BLOCK = 4 * 1024**2
 PART_SUFFIX = ".part"  # of a file that is not whole yet
@@ -56,15 +59,15 @@ def models_dir() -> Path:
 
 
 @contextmanager
-def exclusive(name: str, progress: Progress) -> Iterator[None]:
-    """Hold the lock of one model, so that two processes do not fetch it at once."""
+def exclusive(name: str, progress: Progress, what: str | None = None) -> Iterator[None]:
+    """Hold the lock of one name, so that two processes do not fetch a model at once, or do `what` it is."""
     path = home() / "locks" / f"{name}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            progress.start(0, f"waiting for another lever that fetches {name}")
+            progress.start(0, f"waiting for another lever that {what or f'fetches {name}'}")
             fcntl.flock(file, fcntl.LOCK_EX)
             progress.finish()
         yield
@@ -104,35 +107,47 @@ def sha256_of(path: Path, progress: Progress) -> str:
 
 
 def is_whole(path: Path, sha256: str, progress: Progress) -> bool:
-    """Whether a file has this hash. Hashed once; then size and time of change must be those remembered."""
-    if _recall(path) == _identity(path, sha256):
+    """Whether a file has this hash. Hashed once; then size and times of change must be those remembered."""
+    if _recall(path) == _identity(path, path.stat(), sha256):
         return True
-    if sha256_of(path, progress) != sha256:
-        return False
-    remember(path, sha256)
-    return True
+    return _hashed(path, progress, wanted=sha256) == sha256
 
 
 def known_sha256(path: Path, progress: Progress) -> str:
-    """The hash of a file, remembered as long as its size and time of change stay."""
+    """The hash of a file, remembered as long as its size and times of change stay."""
     record = _recall(path)
     if isinstance(record, dict) and isinstance(record.get("sha256"), str):
         known: str = record["sha256"]
-        if record == _identity(path, known):
+        if record == _identity(path, path.stat(), known):
             return known
+    return _hashed(path, progress)
+
+
+def _hashed(path: Path, progress: Progress, wanted: str | None = None) -> str:
+    """The hash of a file, which is remembered if it is what was wanted."""
+    before = path.stat()  # what is written to it meanwhile makes the record void
     found = sha256_of(path, progress)
-    remember(path, found)
+    if wanted in (None, found):
+        try:
+            remember(path, found, before)
+        except OSError as error:
+            log.warning("%s will be hashed again next time: %s", path, error.strerror or error)
     return found
 
 
-def remember(path: Path, sha256: str) -> None:
-    """Note that a file, as it is now, has this hash."""
+def remember(path: Path, sha256: str, status: os.stat_result | None = None) -> None:
+    """Note that a file, as it is now or was with this status, has this hash."""
     record = _record(path)
     record.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_identity(path, sha256))
+    text = json.dumps(_identity(path, status or path.stat(), sha256))
     temporary = record.with_name(f"{record.name}.{os.getpid()}{PART_SUFFIX}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(record)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(record)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def forget(path: Path) -> None:
@@ -142,21 +157,27 @@ def forget(path: Path) -> None:
 def _recall(path: Path) -> object:
     try:
         found: object = json.loads(_record(path).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # none, or damaged: the file is hashed again
+    except (OSError, ValueError):  # none, or damaged: the file is hashed again
         return None
     return found
 
 
-def _identity(path: Path, sha256: str) -> dict[str, object]:
-    status = path.stat()
-    return {
-        "path": str(path.resolve()),
-        "size": status.st_size,
-        "mtime_ns": status.st_mtime_ns,
-        "sha256": sha256,
-    }
+def stamp(status: os.stat_result) -> dict[str, int]:
+    """What changes when somebody writes to a file, or puts another in its place.
+
+    The time of change of the inode is in it: that of the content can be set to anything, and copying tools do.
+    """
+    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
+
+
+def _identity(path: Path, status: os.stat_result, sha256: str) -> dict[str, object]:
+    return {"path": os.path.realpath(path), **stamp(status), "sha256": sha256}
+
+
+def place_hash(path: Path) -> str:
+    """Names the place of a file, links followed."""
+    return hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
 
 
 def _record(path: Path) -> Path:
-    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
-    return home() / "verified" / f"{name}.json"
+    return home() / "verified" / f"{place_hash(path)}.json"

@@ -1,37 +1,62 @@
-"""Flash images in the cache: where the image of a model is kept, and whether it is still that of the model.
+"""Flash images in the cache: where the image of a model is kept, and whether it may stand for the model.
 
-Looks at headers only; whether this CPU computes with an image is asked where it is loaded.
+Reads headers only.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lever import gguf as gguf_file
-from lever.errors import LeverError, StorageError
-from lever.models.cache import Progress, home, known_sha256
-from lever.weights.image import Image
+from lever.errors import LeverError, ModelError, StorageError, UnsupportedModel
+from lever.ggml import load
+from lever.models.cache import Progress, home, known_sha256, place_hash, stamp
+from lever.weights.image import Image, pack_command
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the cache has for a model: an image, or why the one that is there cannot stand for it."""
+    """What the cache has for a model: an image, and what keeps it from standing for the model, if anything."""
 
     path: Path
-    image: Image | None
-    problem: str | None = None
+    image: Image | None  # None: its header tells nothing
+    problem: str | None = None  # follows the path in a sentence
+    error: LeverError | None = None  # what came when it was read, if that is the problem
+
+    def describe(self) -> str:
+        """For people."""
+        return self.image.describe() if self.image is not None else "unreadable"
+
+    def mend(self, model: str) -> str:
+        """The command that packs the model anew, as it was packed."""
+        if self.image is None:
+            return pack_command(model)
+        return pack_command(model, self.image.type, self.image.wanted_layout)
+
+
+def images_dir() -> Path:
+    return home() / "images"
 
 
 def image_path(source: Path) -> Path:
-    """Where the image of a file is kept, whether there is one or not."""
-    place = hashlib.sha256(os.fsencode(source.resolve())).hexdigest()[:12]
-    stem = re.sub(r"[^\w.-]+", "_", source.stem)[:80]
-    return home() / "images" / f"{stem}-{place}.gguf"
+    """Where the image of a model is kept, whether there is one or not; links and parts of a model lead to one place."""
+    first = gguf_file.part_paths(source)[0]
+    stem = re.sub(r"[^\w.-]+", "_", Path(os.path.realpath(first)).stem, flags=re.ASCII)[:80]
+    return images_dir() / f"{stem}-{place_hash(first)[:12]}.gguf"
+
+
+def cached_images() -> list[Path]:
+    """All images in the cache."""
+    return sorted(images_dir().glob("*.gguf"))
 
 
 def find_image(source: Path, progress: Progress) -> Found | None:
@@ -39,27 +64,62 @@ def find_image(source: Path, progress: Progress) -> Found | None:
     path = image_path(source)
     if not path.is_file():
         return None
+    image: Image | None = None
     try:
         gguf = gguf_file.read(path)
         image = Image.of(gguf)
+        if image is None:
+            return Found(path, None, "is no flash image")
+        problem = image.hindrance(gguf, load())
+        if problem is None:
+            image.check_header(gguf)
     except LeverError as error:
-        return Found(path, None, str(error))
-    if image is None:
-        return Found(path, None, f"{path} is no flash image")
+        log.info("%s", error)
+        return Found(path, image, _in_short(error), error)
+    if problem is None and not _is_made_from(image, source, progress):
+        problem = f"was made from another version of {source}"
+    return Found(path, image, problem)
+
+
+def _in_short(error: LeverError) -> str:
+    """What is wrong with an image that could not be read: its errors say how to mend a model, not an image."""
+    if isinstance(error, UnsupportedModel):
+        return "is of another version of lever"
+    return "is damaged" if isinstance(error, ModelError) else "cannot be read"
+
+
+def _is_made_from(image: Image, source: Path, progress: Progress) -> bool:
     files = gguf_file.part_paths(source)
     try:
         same_size = image.source_bytes == sum(file.stat().st_size for file in files)
-        if same_size and image.source_sha256 == source_sha256(files, progress):
-            return Found(path, image)
+        return same_size and image.source_sha256 == source_sha256(files, progress)
     except OSError as error:
         raise StorageError(f"{error.filename or source}: {error.strerror or error}") from error
-    return Found(path, None, f"{path} was made from another version of {source}")
 
 
 def source_sha256(files: Sequence[Path], progress: Progress) -> str:
     """The hash that names a model: that of its file or, of a split one, that of the hashes of its parts in order."""
     hashes = [known_sha256(path, progress) for path in files]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def steady_sha256(source: Path, progress: Progress) -> Callable[[], str]:
+    """A function that gives `source_sha256` of a model; StorageError if it has been written to since this call."""
+    files = gguf_file.part_paths(source)
+
+    def stamps() -> list[dict[str, int] | None]:
+        return [stamp(file.stat()) if file.exists() else None for file in files]
+
+    before = stamps()
+    hashed = functools.cache(lambda: source_sha256(files, progress))
+
+    def sha256() -> str:
+        found = hashed() if stamps() == before else ""
+        if stamps() != before:
+            raise StorageError(f"{source} changed while it was packed: try again")
+        return found
+
+    return sha256
 
 
 def remove_image(source: Path) -> int:

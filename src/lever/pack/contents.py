@@ -5,14 +5,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from lever.arch import ModelConfig, layer_tensors
+from lever.errors import StorageError, UsageError
 from lever.ggml import Library
 from lever.ggml.layout import fingerprint, takes_repacked
 from lever.gguf import GGUF, IMAGE_CHECKSUMS, IMAGE_PREFIX, TYPES, TensorInfo
+from lever.loader import MAX_THREADS
 from lever.pages import round_up
 from lever.weights.image import KEY, TYPE_IDS, VERSION
 from lever.weights.reader import CheckedFile
@@ -36,6 +39,11 @@ class PackSettings:
     layout: Literal["auto", "plain"] = "auto"
     dram: int  # bytes that the process may hold
     n_threads: int = 1
+
+    def __post_init__(self) -> None:
+        """UsageError for what lies outside its range."""
+        if not 0 < self.n_threads <= MAX_THREADS:
+            raise UsageError(f"threads is {self.n_threads}: it must be 1 to {MAX_THREADS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +132,12 @@ def contents_of(
 def _metadata(ggml: Library, gguf: GGUF, settings: PackSettings, name: str, sha256: str) -> list[tuple[str, bytes]]:
     """Keys and their encoded values: those of the source byte for byte, then the image's own."""
     changed = {"general.architecture", "general.alignment", "split.no", "split.count", "split.tensors.count"}
-    with gguf.files[0].open("rb") as file:
-        kept = []
-        for key, place in gguf.places.items():
-            file.seek(place.start)
-            if key not in changed:
-                kept.append((key, file.read(len(place))))
+    places = {key: at for key, at in gguf.places.items() if key not in changed and not key.startswith(KEY)}
+    values = _read_places(gguf.files[0], list(places.values()))
     return [
         ("general.architecture", _string_value(IMAGE_PREFIX + gguf.architecture)),
         ("general.alignment", struct.pack("<II", UINT32, ALIGNMENT)),
-        *kept,
+        *zip(places, values, strict=True),
         (f"{KEY}version", struct.pack("<II", UINT32, VERSION)),
         (f"{KEY}type", _string_value(settings.type)),
         (f"{KEY}layout", _string_value(settings.layout)),
@@ -142,6 +146,18 @@ def _metadata(ggml: Library, gguf: GGUF, settings: PackSettings, name: str, sha2
         (f"{KEY}source.bytes", struct.pack("<IQ", UINT64, gguf.size)),
         (f"{KEY}source.sha256", _string_value(sha256)),
     ]
+
+
+def _read_places(path: Path, places: Sequence[range]) -> list[bytes]:
+    values = []
+    try:
+        with path.open("rb") as file:
+            for place in places:
+                file.seek(place.start)
+                values.append(file.read(len(place)))
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return values
 
 
 def _layouts(ggml: Library, entries: Sequence[Entry]) -> list[tuple[str, bytes]]:
@@ -166,7 +182,7 @@ def _header(pairs: Sequence[tuple[str, bytes]], entries: Sequence[Entry], start:
 
 
 def _string(text: str) -> bytes:
-    raw = text.encode()
+    raw = text.encode(errors="backslashreplace")  # bytes of a file's name may be no UTF-8
     return struct.pack("<Q", len(raw)) + raw
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +26,11 @@ class Writer(Owner):
     """A file that is written from its start to its end, hashing as it goes, and gets its name when it is whole."""
 
     def __init__(self, out: Path, total: int) -> None:
-        """StorageError when the disk has no room for `total` bytes, or does not take a file there."""
+        """StorageError when the disk has no room for `total` bytes, or does not take a file there.
+
+        What processes that were killed have left of the same file is deleted first.
+        """
+        _remove_left_parts(out)
         _require_space(out, total)
         self._out = out
         self._part = out.with_name(f"{out.name}.{os.getpid()}{PART_SUFFIX}")
@@ -108,10 +114,17 @@ class Writer(Owner):
             raise self._failure(error) from error
 
     def _failure(self, error: OSError) -> StorageError:
+        space = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         return StorageError(
-            f"{self._out} cannot be written: {error.strerror or error}: free some space, or choose another place "
-            "with -o"
+            f"{self._out} cannot be written: {error.strerror or error}: {space}choose another place with -o"
         )
+
+
+def _remove_left_parts(out: Path) -> None:
+    name = re.compile(rf"{re.escape(out.name)}\.\d+{re.escape(PART_SUFFIX)}")
+    with suppress(OSError):  # writing there will tell
+        for path in [path for path in out.parent.iterdir() if name.fullmatch(path.name)]:
+            path.unlink()
 
 
 def _require_space(out: Path, total: int) -> None:

@@ -7,8 +7,10 @@ headers and checksums only; `lever.pack` writes images.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -33,35 +35,33 @@ class Image:
 
     path: Path
     version: int
-    type: str  # "keep", or what matrices were requantised to
-    wanted_layout: str  # "auto" or "plain", as it was asked for
-    layouts: Mapping[int, str]  # fingerprint of the layout of each repacked type
-    repacked: frozenset[str]  # names of the tensors in it
-    ggml: str  # version that wrote it
     source_name: str
-    source_bytes: int
-    source_sha256: str
+    type: str = "keep"  # or what the layers were requantised to
+    wanted_layout: str = "auto"  # or "plain", as it was asked for
+    layouts: Mapping[int, str] = field(default_factory=dict)  # fingerprint of the layout of each repacked type
+    repacked: frozenset[str] = frozenset()  # names of the tensors in it
+    ggml: str = ""  # version that wrote it
+    source_bytes: int = 0
+    source_sha256: str = ""
 
     @classmethod
     def of(cls, gguf: GGUF) -> Image | None:
-        """The image that a file is, None for an ordinary GGUF. UnsupportedModel for another version."""
+        """The image that a file is, None for an ordinary GGUF. One of another version is not looked into further."""
         if not gguf.text("general.architecture").startswith(IMAGE_PREFIX):
             return None
         version = gguf.integer(f"{KEY}version")
         source = gguf.text(f"{KEY}source.name", "its source")
         if version != VERSION:
-            raise UnsupportedModel(
-                f"{gguf.path}: is a flash image of version {version}, this lever reads {VERSION}; {_mend(source)}"
-            )
+            return cls(path=gguf.path, version=version, source_name=source)
         return cls(
             path=gguf.path,
             version=version,
+            source_name=source,
             type=gguf.text(f"{KEY}type"),
             wanted_layout=gguf.text(f"{KEY}layout"),
             layouts=dict(_layout(gguf.path, entry) for entry in gguf.strings(f"{KEY}layouts")),
-            repacked=frozenset(name.decode() for name in gguf.strings(f"{KEY}repacked")),
+            repacked=frozenset(name.decode(errors="replace") for name in gguf.strings(f"{KEY}repacked")),
             ggml=gguf.text(f"{KEY}ggml"),
-            source_name=source,
             source_bytes=gguf.integer(f"{KEY}source.bytes"),
             source_sha256=gguf.text(f"{KEY}source.sha256"),
         )
@@ -75,40 +75,71 @@ class Image:
         """For people: Q4_0, repacked."""
         return f"{'types of its source' if self.type == 'keep' else self.type.upper()}, {self.layout}"
 
-    def check(self, gguf: GGUF, ggml: Library) -> None:
-        """UnsupportedModel unless this CPU, with this ggml, computes with these bytes."""
+    def mend(self) -> str:
+        """The command that makes this very file anew."""
+        return pack_command(self.source_name, self.type, self.wanted_layout, self.path)
+
+    def hindrance(self, gguf: GGUF, ggml: Library) -> str | None:
+        """Why this lever, on this CPU and with this ggml, does not compute with these bytes; None if it does."""
+        if self.version != VERSION:
+            return self._other_version
         for name in self.repacked:
             tensor = gguf.tensors.get(name)
             if tensor is None or tensor.type not in self.layouts:
-                raise GGUFError(f"{self.path}: says that {name} is repacked, and has none; {_mend(self.source_name)}")
+                return f"is damaged: it says that {name} is repacked, and does not say how"
             if not takes_repacked(ggml, tensor.type, tensor.shape):
-                raise self._foreign(tensor.type)
-        for kind, print_ in self.layouts.items():
-            if fingerprint(ggml, kind) != print_:
-                raise self._foreign(kind)
+                return self._foreign(tensor.type)
+        foreign = (kind for kind in self.layouts if fingerprint(ggml, kind) != self.layouts[kind])
+        return next((self._foreign(kind) for kind in foreign), None)
 
-    def _foreign(self, kind: int) -> UnsupportedModel:
-        return UnsupportedModel(
-            f"{self.path}: its {TYPES[kind].name} weights are in the layout of another kind of CPU or ggml "
-            f"(written with {self.ggml}); {_mend(self.source_name)}"
-        )
+    @property
+    def _other_version(self) -> str:
+        return f"is a flash image of version {self.version}, this lever reads {VERSION}"
+
+    def _foreign(self, kind: int) -> str:
+        name = TYPES[kind].name
+        return f"has {name} weights in the layout of another kind of CPU or ggml (written with {self.ggml})"
+
+    def check(self, gguf: GGUF, ggml: Library) -> None:
+        """UnsupportedModel, with the command that mends it, where there is a hindrance; DamagedImage for its header."""
+        problem = self.hindrance(gguf, ggml)
+        if problem is not None:
+            raise self._refusal(problem)
+        self.check_header(gguf)
+
+    def _refusal(self, problem: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self.path}: {problem}; pack it here: {self.mend()}")
+
+    def check_header(self, gguf: GGUF) -> None:
+        """DamagedImage unless the blocks of the header, which was read without looking, have their checksums."""
+        with self.open(gguf) as file, Pages(4 * CheckedFile.BLOCK_BYTES) as pages:
+            file.check(min(tensor.offset for tensor in gguf.tensors.values()), pages)
 
     def open(self, gguf: GGUF) -> CheckedFile:
-        """The image's file for checked reads."""
-        return CheckedFile(self.path, read_checksums(gguf))
+        """The image's file for checked reads; UnsupportedModel for one of another version."""
+        if self.version != VERSION:
+            raise self._refusal(self._other_version)
+        return CheckedFile(self.path, read_checksums(gguf, self), mend=self.mend())
 
 
-def read_checksums(gguf: GGUF) -> NDArray[np.uint64]:
+def pack_command(source: str, type_: str = "keep", layout: str = "auto", out: Path | None = None) -> str:
+    """The words of `lever pack` that write an image anew, by default the one in the cache."""
+    flags = [("--type", type_)] * (type_ != "keep") + [("--layout", layout)] * (layout != "auto")
+    flags += [("-o", str(out))] * (out is not None)
+    return shlex.join(["lever", "pack", source, "--force", *chain.from_iterable(flags)])
+
+
+def read_checksums(gguf: GGUF, image: Image) -> NDArray[np.uint64]:
     """The checksum of each block before the checksums. DamagedImage unless they have the one of their own."""
     tensor = gguf.tensors.get(IMAGE_CHECKSUMS)
     n_blocks = tensor.offset // CheckedFile.BLOCK_BYTES if tensor is not None else -1
     if tensor is None or tensor.nbytes != 8 * (n_blocks + 1) or tensor.offset % CheckedFile.BLOCK_BYTES:
-        raise GGUFError(f"{gguf.path}: is a flash image without its checksums; pack it again with lever pack --force")
+        raise GGUFError(f"{gguf.path}: is a flash image without its checksums; pack it again: {image.mend()}")
     with DirectFile(gguf.path) as file, Pages(tensor.nbytes) as pages:
         file.read_exactly(pages.bytes.data, tensor.offset, tensor.nbytes)
         values = pages.bytes[: tensor.nbytes].copy().view(np.uint64)
     if xxhash.xxh3_64_intdigest(values[:-1].data) != values[-1]:
-        raise DamagedImage(f"{gguf.path}: its checksums are damaged; pack it again with lever pack --force")
+        raise DamagedImage(f"{gguf.path}: its checksums are damaged; pack it again: {image.mend()}")
     return values[:-1]
 
 
@@ -117,7 +148,3 @@ def _layout(path: Path, entry: bytes) -> tuple[int, str]:
     if name not in TYPE_IDS or not print_:
         raise GGUFError(f"{path}: {KEY}layouts names {entry[:40]!r}, which is no layout")
     return TYPE_IDS[name], print_
-
-
-def _mend(source: str) -> str:
-    return f"pack it here: lever pack {source} --force"

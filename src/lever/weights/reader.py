@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lever.errors import DamagedImage, StorageError
 from lever.memory import drop_page_cache, expect_sequential_reads
 from lever.owner import Owner
-from lever.pages import PAGE, Pages
+from lever.pages import PAGE, Pages, round_up
 
 # preadv with one buffer; replaced in tests by readers that fail.
 ReadInto = Callable[[int, memoryview, int], int]
@@ -104,15 +104,17 @@ class DirectFile(Owner):
 class CheckedFile(DirectFile):
     """A file whose blocks have checksums: each is checked when it first comes, and then trusted while it stays open.
 
-    Block i is the bytes [i * BLOCK_BYTES, (i + 1) * BLOCK_BYTES) of the file and `checksums[i]` their XXH3-64.
+    Block i is the bytes [i * BLOCK_BYTES, (i + 1) * BLOCK_BYTES) of the file and `checksums[i]` their XXH3-64. `mend`
+    is the command that makes the file anew.
     """
 
     BLOCK_BYTES = 64 << 10
     grain = BLOCK_BYTES
 
-    def __init__(self, path: Path, checksums: NDArray[np.uint64], read: ReadInto | None = None) -> None:
+    def __init__(self, path: Path, checksums: NDArray[np.uint64], read: ReadInto | None = None, *, mend: str) -> None:
         super().__init__(path, read)
         self._checksums = checksums
+        self._mend = mend
         self._trusted = np.zeros(len(checksums), bool)
 
     def read(self, view: memoryview, offset: int) -> int:
@@ -124,12 +126,19 @@ class CheckedFile(DirectFile):
                 self._check(block, view[(block - first) * self.BLOCK_BYTES :][: self.BLOCK_BYTES])
         return done
 
+    def check(self, end: int, pages: Pages, on_checked: Callable[[int], None] = lambda _nbytes: None) -> None:
+        """Read the blocks up to byte `end` by way of `pages`; DamagedImage for one that is not what was written."""
+        for offset in range(0, end, pages.nbytes):
+            nbytes = min(pages.nbytes, round_up(end, self.grain) - offset)
+            self.read_exactly(pages.bytes.data[:nbytes], offset, nbytes)
+            on_checked(nbytes)
+
     def _check(self, block: int, data: memoryview) -> None:
         if xxhash.xxh3_64_intdigest(data) != self._checksums[block]:
             start = block * self.BLOCK_BYTES
             raise DamagedImage(
                 f"{self.path} is damaged: block {block} (bytes {start} to {start + self.BLOCK_BYTES}) is not what was "
-                "written: pack it again with lever pack --force, and look after the storage if it happens again"
+                f"written; look after the storage if it happens again, and pack it again: {self._mend}"
             )
         self._trusted[block] = True
 
