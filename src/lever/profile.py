@@ -101,8 +101,8 @@ QUICK = Scope(
     logits=(1,),
     together=(1, 16),
     laps=2,
-    sample_bytes=96 * MIB,
-    pass_bytes=384 * MIB,
+    sample_bytes=64 * MIB,
+    pass_bytes=256 * MIB,
     enough_s=0.3,
 )
 FULL = Scope(

@@ -21,6 +21,7 @@ from lever.gguf import GGUF, read
 from lever.loader import ModelSettings, plan
 from lever.models import Silent
 from lever.pack import PackSettings, pack
+from lever.plots import draw_profile
 from lever.profile import (
     ENOUGH_PASSES,
     QUICK,
@@ -382,3 +383,12 @@ def test_a_run_corrects_the_profile_when_it_was_long_enough_and_its_context_shor
 def test_the_quick_scope_asks_for_little() -> None:
     assert len(QUICK.reads) == 3
     assert (QUICK.rows, QUICK.together) == ((1, 16), (1, 16))
+
+
+def test_a_plot_that_cannot_be_written_is_an_error(measured: Profile, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw_profile(measured, tmp_path / "plot.svg")
+    with pytest.raises(StorageError, match="cannot write the plot"):
+        draw_profile(measured, tmp_path / "none/plot.svg")
+
+    assert "<svg" in (tmp_path / "plot.svg").read_text()

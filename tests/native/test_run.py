@@ -729,7 +729,8 @@ def test_a_profile_is_a_table_for_people(lever: Lever, model: Path, tmp_path: Pa
     shown = lever("profile", model, "--quick", "--storage", tmp_path / "other")
 
     assert re.search(r"^8 MiB +2 +[\d.e+]+ +±\d+ % ", shown.stdout.decode(), re.MULTILINE)
-    assert "kept in " in shown.stderr.decode()
+    assert "not kept: the model itself is on this storage" in shown.stderr.decode()
+    assert profiles_of(lever) == []
 
 
 def test_a_small_model_is_run_without_a_profile(lever: Lever, model: Path) -> None:

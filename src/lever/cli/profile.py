@@ -64,7 +64,7 @@ def profile(
     from lever.machine import performance_cores
     from lever.memory import parse_size
     from lever.plots import draw_profile, require_matplotlib
-    from lever.profile import FULL, QUICK, keep, measure
+    from lever.profile import FULL, QUICK, identity_of, keep, measure
 
     if plot is not None:
         require_matplotlib(plot)
@@ -86,16 +86,20 @@ def profile(
                 storage=storage,
                 progress=lambda what: progress.tell(f"measuring {what}"),
             )
-    kept = keep(found)
-    if plot is not None:
-        draw_profile(found, plot)
+        own = identity_of(llm.gguf, llm.config)
     if json_output:
         write_json(_document(found))
     else:
         write_table(_tables(found))
+    for doubt in doubts(found):
+        note(f"warning: {doubt}")
+    if plot is not None:
+        draw_profile(found, plot)
+    if storage is not None and found.identity == own:  # without passes, it is less than what may be kept
+        note("not kept: the model itself is on this storage, and measured there without --storage")
+        return
+    kept = keep(found)
     if not quiet:
-        for doubt in doubts(found):
-            note(f"warning: {doubt}")
         note(f"kept in {kept}")
 
 
