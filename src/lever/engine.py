@@ -97,8 +97,7 @@ class Engine:
         yield step
         tree = DraftTree.rooted_at(step.token)
         while step.finish_reason is None:
-            if run.request != self._request:
-                raise LeverError("another answer has been started since: one at a time")
+            self._only_newest(run)
             self._grow(run, tree)
             rows = self._verify(run, tree)
             accepted: list[int] = []
@@ -109,15 +108,21 @@ class Engine:
                     figures.update()
                     yield step
             finally:  # also when nobody wants the rest: the cache agrees with the text
-                self._keep(rows, accepted)
-            tree = self._rerooted(run, tree, [rows.nodes[row] for row in accepted])
+                if run.request == self._request:  # else it holds another one by now
+                    self._keep(rows, accepted)
+            if run.request == self._request:
+                tree = self._rerooted(run, tree, [rows.nodes[row] for row in accepted])
+
+    def _only_newest(self, run: _Run) -> None:
+        if run.request != self._request:
+            raise LeverError("another answer has been started since: one at a time")
 
     # One cycle: grow, verify, walk, keep, reroot
 
     def _grow(self, run: _Run, tree: DraftTree) -> None:
         """Draft while the policy says that it pays."""
         draft, started = self._draft, time.perf_counter()
-        if draft is None or not self._policy.drafts:
+        if draft is None or not self._policy.drafts or len(run.tokens) > draft.model.shape.n_ctx:
             return
         room = run.limit - len(run.tokens)  # edges below the root that can still become text
         draft.begin(tree, run.tokens, run.temperature)
@@ -171,6 +176,7 @@ class Engine:
             yield step, row
             if step.finish_reason is not None:
                 return
+            self._only_newest(run)
             children = (r for r, parent in enumerate(rows.parents) if parent == row)
             child = next((r for r in children if rows.tokens[r] == step.token), None)
             if child is None:
