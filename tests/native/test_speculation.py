@@ -72,7 +72,7 @@ def whims(seed: int) -> Preset:
 
 
 POLICIES = [*(PRESETS[name] for name in PRESETS), *(whims(seed) for seed in range(2))]
-SAMPLERS = {
+SAMPLERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "warm": {"temperature": 0.7, "top_k": 8},
     "hot with penalties": {"temperature": 1.5, "repeat_penalty": 1.3, "repeat_last_n": -1, "frequency_penalty": 0.2},
@@ -97,9 +97,7 @@ class Answer:
     stats: RunStats
 
     def same(self, other: Answer) -> bool:
-        return (
-            self.tokens == other.tokens and same_bits(self.logits, other.logits) and self.reasons == other.reasons
-        )
+        return self.tokens == other.tokens and same_bits(self.logits, other.logits) and self.reasons == other.reasons
 
 
 class Answers:
@@ -131,7 +129,9 @@ class Answers:
 
     def to(self, prompt: Sequence[int], draw: Draw | None = None, **options: Any) -> Answer:
         stats = RunStats()
-        tokens, logits, reasons = [], [], []
+        tokens: list[int] = []
+        logits: list[Logits] = []
+        reasons: list[str | None] = []
         for step in self.steps(prompt, draw, stats=stats, **options):
             tokens.append(step.token)
             logits.append(step.logits.copy())
@@ -177,7 +177,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
     path = tiny.tiny_model(folder / "target.gguf", **shape)
     other = tiny.tiny_model(folder / "draft.gguf", **shape | {"n_layers": 1, "seed": 3, "type": "Q8_0"})
     with ExitStack() as stack:
-        pinned = {"pin_percent": 100, "n_tree": N_TREE, "n_logits": 4}
+        pinned: dict[str, Any] = {"pin_percent": 100, "n_tree": N_TREE, "n_logits": 4}
         yield Models(
             path,
             stack.enter_context(open_tiny(path, n_tree=N_TREE, n_logits=1)),
@@ -298,12 +298,11 @@ def test_K14_an_answer_does_not_depend_on_the_one_before(models: Models, policy:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_I5_a_conversation_goes_on_from_what_was_accepted(models: Models, policy: Preset) -> None:
-    answers, text = models.answers(policy), list(SHORT)
+    answers, text, known = models.answers(policy), list(SHORT), 0
     for turn in range(3):
         found = answers.to(text, n=12)
         assert found.same(models.expected(text, n=12))
-        if turn:
-            assert found.stats.cached_tokens == known
+        assert found.stats.cached_tokens == known
         known = len(text) + len(found.tokens) - 1  # the last token was never a row
         text += [*found.tokens, *TOKENS[50 * turn : 50 * turn + 3]]
 

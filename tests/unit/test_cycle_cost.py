@@ -63,9 +63,7 @@ def test_each_entry_of_a_table_moves_alone() -> None:
     assert table.seconds(4) == 1.0
 
 
-@given(
-    seen=st.dictionaries(st.integers(1, 64), st.floats(0.001, 10), min_size=1, max_size=6), rows=st.integers(1, 100)
-)
+@given(seen=st.dictionaries(st.integers(1, 64), st.floats(0.001, 10), min_size=1, max_size=6), rows=st.integers(1, 100))
 def test_a_guess_inside_of_what_was_seen_lies_between_its_neighbours(seen: Observations, rows: int) -> None:
     found = table_of(seen).seconds(rows)
     if rows in seen:
