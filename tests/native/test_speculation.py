@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from lever.cycle_cost import CycleCost
 from lever.draft import Draft
 from lever.engine import Draw, Engine, Step
 from lever.errors import Cancelled, LeverError, StorageError
@@ -206,10 +207,25 @@ def test_every_preset_and_draft_gives_the_bits_of_plain_decoding(
 @pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].drafts])
 def test_a_draft_that_is_the_target_is_accepted_and_one_that_is_not_is_not(models: Models, name: str) -> None:
     """So that the tests above walk both ways: along whole paths and nowhere."""
-    good = models.answers(preset(name)).to(SHORT, n=60).stats
-    bad = models.answers(preset(name), "another").to(SHORT, n=60).stats
-    assert good.tokens_per_cycle > 2.5
+    good, bad = (with_dear_passes(models.answers(preset(name), kind)) for kind in ("itself", "another"))
+    assert good.tokens_per_cycle > 2
     assert bad.tokens_per_cycle < good.tokens_per_cycle
+
+
+def with_dear_passes(answers: Answers) -> RunStats:
+    """Figures where a pass takes a thousand draft steps: no preset has a reason to draft little."""
+
+    class Dear(CycleCost):
+        knows_passes = True
+
+        def pass_s(self, rows: int) -> float:
+            return 1.0 + rows / 1000
+
+        def draft_s(self, nodes: int) -> float:
+            return nodes / 1000
+
+    answers.engine._cost = Dear()
+    return answers.to(SHORT, n=60).stats
 
 
 def test_a_first_choice_that_is_wrong_is_made_good_by_a_second_one(models: Models) -> None:
@@ -308,7 +324,7 @@ def test_I5_a_conversation_goes_on_from_what_was_accepted(models: Models, policy
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-@pytest.mark.parametrize("n_taken", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("n_taken", [1, 2, 4])
 def test_an_answer_given_up_in_mid_walk_leaves_all_sound(models: Models, policy: Preset, n_taken: int) -> None:
     answers = models.answers(policy)
     steps = answers.steps(A)
@@ -324,7 +340,7 @@ def test_an_answer_given_up_in_mid_walk_leaves_all_sound(models: Models, policy:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-@pytest.mark.parametrize("n_taken", [1, 2, 3, 5])
+@pytest.mark.parametrize("n_taken", [1, 3])
 def test_an_answer_that_another_one_replaced_cannot_go_on_and_spoils_nothing(
     models: Models, policy: Preset, n_taken: int
 ) -> None:
@@ -367,7 +383,7 @@ def test_an_answer_that_is_forgotten_while_another_one_comes_changes_nothing(mod
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_K2_an_answer_that_was_cancelled_anywhere_leaves_all_sound(models: Models, policy: Preset) -> None:
     answers, expected = models.answers(policy), models.expected(A)
-    for n_asked in (1, 4, 5, 6, 8, 11):
+    for n_asked in (1, 5, 8):
         asked = iter(range(n_asked))
         with pytest.raises(Cancelled):
             for _ in answers.steps(A, n=400, cancelled=lambda asked=asked: next(asked, None) is None):
