@@ -160,6 +160,10 @@ class Engine:
         self._cost.observe_pass(len(rows.nodes), seconds, model.stats.layers_s - compute_s, store.stats.read_s - read_s)
         run.stats.cycles += 1
         run.stats.verified += len(rows.nodes) - 1
+        if len(rows.nodes) > 1 and not model.finite(len(rows.nodes)):
+            # Keys or values of a candidate overflowed: masked, they still make sums of other rows that are no numbers.
+            rows = depth_first(tree, [0])
+            model.forward(rows.tokens, after_layer)
         return rows
 
     def _walk(self, run: _Run, rows: TreeRows) -> Iterator[tuple[Step, int]]:

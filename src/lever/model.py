@@ -139,6 +139,10 @@ class Model(Owner):
                     self._layer(layer, weights, block)
                 after_layer(layer)
 
+    def finite(self, n_rows: int) -> bool:
+        """Whether the first rows of the last pass are numbers: a token that overflows spoils those beside it."""
+        return bool(np.isfinite(self._workspace.hidden_array[:n_rows]).all())
+
     def project(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """Logits [len(rows), n_vocab] of rows of the last `forward`, counted from its first token.
 

@@ -1,7 +1,7 @@
 """The draft against a plain forward pass: what it says of any node, whatever was accepted, drawn or asked before.
 
 It is not exact (keys lie in another order), so probabilities are compared with a tolerance. A wrong ancestor, place or
-position changes all of them.
+position changes all of them. Weights are F32: beside quantised ones, activations jump from one step to the next.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ class Drafting:
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    shape = {"llama": {"type": "F32", "rope_freqs": True}, "qwen3": {"arch": "qwen3", "head_dim": 128, "type": "Q4_0"}}
+    shape: dict[str, dict[str, Any]] = {
+        "llama": {"type": "F32", "rope_freqs": True},
+        "qwen3": {"arch": "qwen3", "head_dim": 128, "type": "F32"},
+    }
     path = tmp_path_factory.mktemp("draft") / "tiny.gguf"
     tiny.tiny_model(path, n_layers=3, n_ff=256, **shape[request.param])
     with open_tiny(path, n_tree=N_TREE, n_logits=4, n_batch=64, pin_percent=100) as drafting:  # noqa: SIM117
@@ -122,10 +125,11 @@ def test_candidates_are_the_likeliest_tokens_with_the_softmax_of_all_of_them() -
     assert [share for _, share in found] == pytest.approx([0.4, 0.3, 0.15])
 
 
-@pytest.mark.parametrize(("temperature", "share"), [(-1.0, 0.6), (0.0, 0.6), (1.0, 0.6), (0.5, 9 / 13), (1e6, 0.5)])
+@pytest.mark.parametrize(("temperature", "share"), [(-1.0, 0.6), (0.0, 0.6), (1.0, 0.6), (0.5, 9 / 13), (1e5, 0.5)])
 def test_candidates_are_as_likely_as_they_are_at_the_temperature_of_the_draw(temperature: float, share: float) -> None:
     ((token, found),) = likeliest(np.log(np.array([0.4, 0.6], np.float32)), 1, temperature)
-    assert (token, found) == (1, pytest.approx(share, rel=1e-5)) or temperature == 1e6
+    assert token == 1
+    assert found == pytest.approx(share, rel=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-37, 1e-40, 1e-300])
@@ -238,9 +242,10 @@ def test_the_draft_agrees_with_a_plain_model_whatever_happens(models: Any) -> No
 
         @rule(data=st.data(), carry_over=st.booleans())
         def follow(self, data: st.DataObject, carry_over: bool) -> None:
-            tree, accepted, node = self.run.tree, [], 0
+            tree, node = self.run.tree, 0
+            accepted: list[int] = []
             inner = [child for child in range(len(tree)) if tree.expanded(child)]
-            while tree.children[node] and data.draw(st.integers(0, 3)):
+            while len(tree.children[node]) and data.draw(st.integers(0, 3)):
                 children = list(tree.children[node].values())
                 likely = [child for child in children if child in inner] or children
                 node = data.draw(st.sampled_from(likely if data.draw(st.booleans()) else children))

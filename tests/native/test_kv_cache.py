@@ -103,6 +103,58 @@ def test_what_is_cut_off_becomes_zeros_in_every_layer_and_what_is_kept_stays(cac
             assert not by_slot[20:50].any()
 
 
+def numbered(cache: KVCache) -> None:
+    """Slot s of a layer holds s everywhere; row r of a tree 1000 + r."""
+    cache._keys[:] = np.arange(cache.n_slots)[:, None]
+    cache._values[:] = np.arange(cache.n_slots)
+    cache._node_keys[:] = cache._node_values[:] = 1000 + np.arange(cache.n_nodes)[:, None]
+
+
+def held(cache: KVCache, n: int) -> list[float]:
+    """What the first n slots hold: keys and values, in every layer and element, as ggml finds them."""
+    for layer in cache.layers:
+        keys = np.frombuffer(ctypes.string_at(*memory_of(layer.keys)), np.float16).reshape(cache.n_slots, -1)
+        values = np.frombuffer(ctypes.string_at(*memory_of(layer.values)), np.float16).reshape(-1, cache.n_slots)
+        found: list[float] = keys[:n, 0].tolist()
+        assert (keys[:n] == np.array(found)[:, None]).all()
+        assert (values[:, :n] == np.array(found)).all()
+    return found
+
+
+def test_rows_of_a_tree_are_kept_in_the_order_of_the_path(config: ModelConfig) -> None:
+    with KVCache(load(), config, n_ctx=300, n_nodes=8) as cache:
+        numbered(cache)
+        cache.length = 3
+        cache.keep([0, 2, 7])
+        assert cache.length == 6
+        assert held(cache, 8) == [0, 1, 2, 1000, 1002, 1007, 6, 7]
+        cache.truncate(4)
+        assert held(cache, 6) == [0, 1, 2, 1000, 0, 0]
+        cache.length = 299
+        with pytest.raises(AssertionError):
+            cache.keep([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("slots", "n_text", "expected"),
+    [
+        ([], 0, [10, 11, 12, 13, 14]),
+        ([0, 1], 2, [10, 11, 12, 13, 14]),
+        ([3, 1, 0], 1, [13, 11, 10, 13, 14]),  # what is read is what was there before
+        ([1, 4, 2], 2, [11, 14, 12, 13, 14]),
+    ],
+)
+def test_rows_behind_the_text_are_gathered_in_any_order(
+    cache: KVCache, slots: list[int], n_text: int, expected: list[float]
+) -> None:
+    cache.require(20)
+    numbered(cache)
+    cache.length = 10
+    cache.gather(slots, n_text)
+    assert cache.length == 10 + n_text
+    assert held(cache, 15) == [*range(10), *expected]
+
+
 def test_closing_twice_is_safe(config: ModelConfig) -> None:
     cache = KVCache(load(), config, 256)
     cache.close()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from lever.cycle_cost import CycleCost
 from lever.draft import Draft
 from lever.engine import Draw, Engine, Step
 from lever.errors import Cancelled, LeverError, StorageError
@@ -72,7 +73,7 @@ def whims(seed: int) -> Preset:
 
 
 POLICIES = [*(PRESETS[name] for name in PRESETS), *(whims(seed) for seed in range(2))]
-SAMPLERS = {
+SAMPLERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "warm": {"temperature": 0.7, "top_k": 8},
     "hot with penalties": {"temperature": 1.5, "repeat_penalty": 1.3, "repeat_last_n": -1, "frequency_penalty": 0.2},
@@ -97,9 +98,7 @@ class Answer:
     stats: RunStats
 
     def same(self, other: Answer) -> bool:
-        return (
-            self.tokens == other.tokens and same_bits(self.logits, other.logits) and self.reasons == other.reasons
-        )
+        return self.tokens == other.tokens and same_bits(self.logits, other.logits) and self.reasons == other.reasons
 
 
 class Answers:
@@ -131,7 +130,9 @@ class Answers:
 
     def to(self, prompt: Sequence[int], draw: Draw | None = None, **options: Any) -> Answer:
         stats = RunStats()
-        tokens, logits, reasons = [], [], []
+        tokens: list[int] = []
+        logits: list[Logits] = []
+        reasons: list[str | None] = []
         for step in self.steps(prompt, draw, stats=stats, **options):
             tokens.append(step.token)
             logits.append(step.logits.copy())
@@ -177,7 +178,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
     path = tiny.tiny_model(folder / "target.gguf", **shape)
     other = tiny.tiny_model(folder / "draft.gguf", **shape | {"n_layers": 1, "seed": 3, "type": "Q8_0"})
     with ExitStack() as stack:
-        pinned = {"pin_percent": 100, "n_tree": N_TREE, "n_logits": 4}
+        pinned: dict[str, Any] = {"pin_percent": 100, "n_tree": N_TREE, "n_logits": 4}
         yield Models(
             path,
             stack.enter_context(open_tiny(path, n_tree=N_TREE, n_logits=1)),
@@ -206,10 +207,25 @@ def test_every_preset_and_draft_gives_the_bits_of_plain_decoding(
 @pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].drafts])
 def test_a_draft_that_is_the_target_is_accepted_and_one_that_is_not_is_not(models: Models, name: str) -> None:
     """So that the tests above walk both ways: along whole paths and nowhere."""
-    good = models.answers(preset(name)).to(SHORT, n=60).stats
-    bad = models.answers(preset(name), "another").to(SHORT, n=60).stats
-    assert good.tokens_per_cycle > 2.5
+    good, bad = (with_dear_passes(models.answers(preset(name), kind)) for kind in ("itself", "another"))
+    assert good.tokens_per_cycle > 2
     assert bad.tokens_per_cycle < good.tokens_per_cycle
+
+
+def with_dear_passes(answers: Answers) -> RunStats:
+    """Figures where a pass takes a thousand draft steps: no preset has a reason to draft little."""
+
+    class Dear(CycleCost):
+        knows_passes = True
+
+        def pass_s(self, rows: int) -> float:
+            return 1.0 + rows / 1000
+
+        def draft_s(self, nodes: int) -> float:
+            return nodes / 1000
+
+    answers.engine._cost = Dear()
+    return answers.to(SHORT, n=60).stats
 
 
 def test_a_first_choice_that_is_wrong_is_made_good_by_a_second_one(models: Models) -> None:
@@ -298,18 +314,17 @@ def test_K14_an_answer_does_not_depend_on_the_one_before(models: Models, policy:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_I5_a_conversation_goes_on_from_what_was_accepted(models: Models, policy: Preset) -> None:
-    answers, text = models.answers(policy), list(SHORT)
+    answers, text, known = models.answers(policy), list(SHORT), 0
     for turn in range(3):
         found = answers.to(text, n=12)
         assert found.same(models.expected(text, n=12))
-        if turn:
-            assert found.stats.cached_tokens == known
+        assert found.stats.cached_tokens == known
         known = len(text) + len(found.tokens) - 1  # the last token was never a row
         text += [*found.tokens, *TOKENS[50 * turn : 50 * turn + 3]]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-@pytest.mark.parametrize("n_taken", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("n_taken", [1, 2, 4])
 def test_an_answer_given_up_in_mid_walk_leaves_all_sound(models: Models, policy: Preset, n_taken: int) -> None:
     answers = models.answers(policy)
     steps = answers.steps(A)
@@ -325,7 +340,7 @@ def test_an_answer_given_up_in_mid_walk_leaves_all_sound(models: Models, policy:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-@pytest.mark.parametrize("n_taken", [1, 2, 3, 5])
+@pytest.mark.parametrize("n_taken", [1, 3])
 def test_an_answer_that_another_one_replaced_cannot_go_on_and_spoils_nothing(
     models: Models, policy: Preset, n_taken: int
 ) -> None:
@@ -368,7 +383,7 @@ def test_an_answer_that_is_forgotten_while_another_one_comes_changes_nothing(mod
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_K2_an_answer_that_was_cancelled_anywhere_leaves_all_sound(models: Models, policy: Preset) -> None:
     answers, expected = models.answers(policy), models.expected(A)
-    for n_asked in (1, 4, 5, 6, 8, 11):
+    for n_asked in (1, 5, 8):
         asked = iter(range(n_asked))
         with pytest.raises(Cancelled):
             for _ in answers.steps(A, n=400, cancelled=lambda asked=asked: next(asked, None) is None):

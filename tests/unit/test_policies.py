@@ -112,7 +112,7 @@ def per_depth(paths: set[Path]) -> list[int]:
 
 def test_presets_are_found_by_name_and_an_unknown_one_names_them_all() -> None:
     assert {name: preset(name).name for name in PRESETS} == {name: name for name in PRESETS}
-    with pytest.raises(UsageError, match="no preset 'leaver': there are flash-ar, .*lever") as caught:
+    with pytest.raises(UsageError, match=r"no preset 'leaver': there are flash-ar, .*lever") as caught:
         preset("leaver")
     assert caught.value.exit_code == 2
 
@@ -170,9 +170,12 @@ def test_levels_take_up_what_lives_of_an_older_tree() -> None:
 
 def every_path(draft: Draft, depth: int) -> dict[Path, float]:
     """All paths of so many tokens at most, with their probabilities."""
-    found, level = {(): 1.0}, [()]
+    found: dict[Path, float] = {(): 1.0}
+    level: list[Path] = [()]
     for _ in range(depth):
-        children = {(*path, token): found[path] * share for path in level for token, share in draft(path)}
+        children: dict[Path, float] = {
+            (*path, token): found[path] * share for path in level for token, share in draft(path)
+        }
         found |= children
         level = list(children)
     return found

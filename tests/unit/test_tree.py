@@ -14,7 +14,16 @@ from lever.tree import IN_TEXT, NOT_EXPANDED, DraftTree, Rerooted, depth_first, 
 Path = tuple[int, ...]  # of tokens behind the root
 
 # Probabilities of candidates, likeliest first: certain ones, ties and impossible ones too.
-SHARES = ([1.0], [1.0, 0.0], [0.5, 0.5], [0.6, 0.3, 0.1], [0.25, 0.25, 0.25, 0.25], [0.9, 0.05, 1e-30], [0.0, 0.0], [])
+SHARES: tuple[list[float], ...] = (
+    [1.0],
+    [1.0, 0.0],
+    [0.5, 0.5],
+    [0.6, 0.3, 0.1],
+    [0.25, 0.25, 0.25, 0.25],
+    [0.9, 0.05, 1e-30],
+    [0.0, 0.0],
+    [],
+)
 
 
 def sample_tree() -> DraftTree:
@@ -48,7 +57,7 @@ def grown_with_a_walk(draw: st.DrawFn) -> tuple[DraftTree, list[int], int]:
     tree = draw(grown())
     accepted: list[int] = []
     node = 0
-    while tree.children[node] and draw(st.booleans()):
+    while len(tree.children[node]) and draw(st.booleans()):
         node = draw(st.sampled_from(sorted(tree.children[node].values())))
         accepted.append(node)
     return tree, accepted, draw(st.integers(0, 6))
