@@ -105,7 +105,7 @@ class Answers:
     """One engine, asked again and again."""
 
     def __init__(self, target: LoadedModel, draft: Draft | None = None, policy: Preset | None = None) -> None:
-        self.engine = Engine(target.model, target.store, 1, draft, policy)
+        self.engine = Engine(target.model, target.store, 1, draft=draft, policy=policy)
 
     def steps(
         self,
