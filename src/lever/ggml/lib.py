@@ -108,6 +108,8 @@ _CPU: dict[str, tuple[Any, tuple[Any, ...]]] = {
 _EXTRA_BUFTS = ctypes.CFUNCTYPE(ctypes.POINTER(c_void_p), c_void_p)
 _GET_FEATURES = ctypes.CFUNCTYPE(ctypes.POINTER(Feature), c_void_p)
 _LOG = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)
+# ggml's own notes are not ours to print. It is called as long as the process lives, so no Library may own it.
+_SILENCE = _LOG(lambda _level, _text, _data: None)
 
 
 class Library:
@@ -129,8 +131,7 @@ class Library:
         for library, table in ((base, _BASE), (cpu, _CPU)):
             for name, (result, arguments) in table.items():
                 setattr(self, name.removeprefix("ggml_"), _bind(library, name, result, arguments))
-        self._log = _LOG(lambda _level, _text, _data: None)  # ggml's own notes are not ours to print
-        self.log_set(ctypes.cast(self._log, c_void_p), None)
+        self.log_set(ctypes.cast(_SILENCE, c_void_p), None)
         self.cpu_registry: int = self.backend_cpu_reg()
         self.cpu_device: int = self.backend_reg_dev_get(self.cpu_registry, 0)
 
