@@ -107,7 +107,7 @@ QUICK = Scope(
 )
 FULL = Scope(
     quick=False,
-    reads=tuple(itertools.product([MIB << power for power in range(5)], (1, 2, 4))),
+    reads=tuple(itertools.product([MIB << power for power in range(5)], (1, 2, 4, 6))),
     rounds=3,
     read_bytes=192 * MIB,
     read_s=0.4,

@@ -20,7 +20,7 @@ from lever.errors import StorageError
 from lever.gguf import TensorInfo
 from lever.pages import PAGE
 from lever.weights.reader import DirectFile
-from lever.weights.store import DEPTH, MIN_SLOTS, Store
+from lever.weights.store import MIN_SLOTS, Store
 from lever.weights.units import unit
 from tests.fakes import FakeDevice, descriptors_of, reader_threads, wait_until
 
@@ -28,7 +28,7 @@ from tests.fakes import FakeDevice, descriptors_of, reader_threads, wait_until
 SIZES = (3 * PAGE, PAGE, 5 * PAGE, 2 * PAGE, 4 * PAGE, PAGE + 100)
 STARTS = tuple(sum(SIZES[:index]) for index in range(len(SIZES)))
 N = len(SIZES)
-BLOCK = 16 * PAGE  # of one read in these tests
+BLOCK, DEPTH = 16 * PAGE, 2  # of one read in these tests, and reads in flight
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Flash:
             device.reads.clear()  # without the one that asked for O_DIRECT
             if stopped:
                 device.gate.clear()
-        options = {"block": BLOCK} | options
+        options = {"block": BLOCK, "depth": DEPTH} | options
         return Store(files, [unit(f"unit {index}", [tensor]) for index, tensor in enumerate(tensors)], **options)
 
     def expected(self, index: int) -> bytes:

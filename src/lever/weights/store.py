@@ -2,7 +2,7 @@
 
 Reader threads fill the slots of a ring with the units that are not pinned, in their order, round and round, and wait
 only while every slot is full, or after a read that failed. So storage stays busy while the caller computes, samples, or
-waits for a person. Two threads keep a read in flight while the other's, which has ended, waits for a core.
+waits for a person. There are several, so that reads are in flight while one that has ended waits for a core.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lever.weights.reader import DirectFile
 from lever.weights.units import Extent, Unit
 
 MIN_SLOTS = 3
-# Bytes of one read. 4 MiB reach the full rate of an idle machine; when its cores are busy, each read that has ended
-# waits for a core before the next can start, and larger ones keep the device occupied meanwhile. But the one row of the
-# embedding that each pass begins with queues behind the read in flight: 32 MiB cost it 10 ms on average.
-BLOCK = 8 << 20
-DEPTH = 2  # reads in flight
+# Bytes of one read, and reads in flight: what a virtual disk likes best while a thread computes beside.
+# Measured with the demo, medians of five: 8 MiB x 2 1.56 GB/s, 4 MiB x 4 1.66, 4 MiB x 6 1.92, 16 MiB x 2 1.55, one
+# thread reading and nothing else 1.80. `lever profile` finds what another machine likes.
+BLOCK = 4 << 20
+DEPTH = 6
 
 
 class Memory(Protocol):
