@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 WEIGHT = 0.3  # of a new observation against what was known
+NEAR = 1.03  # times that differ by less are equal
 
 
 class Average:
@@ -58,10 +59,12 @@ class RowTable:
 
 
 class CycleCost:
-    """Predicts the seconds of a cycle's parts from those before it."""
+    """Predicts the seconds of a cycle's parts from those before it, and how many threads a pass should have."""
 
-    def __init__(self) -> None:
-        self._compute, self._draft = RowTable(), RowTable()
+    def __init__(self, n_threads: int = 1) -> None:
+        self._compute: dict[int, RowTable] = {}  # by threads
+        self._most_threads = n_threads
+        self._draft = RowTable()
         self._read, self._rest, self._project = Average(), Average(), Average()
 
     @property
@@ -69,9 +72,9 @@ class CycleCost:
         """Whether there was one yet."""
         return self._read.value is not None
 
-    def observe_pass(self, rows: int, seconds: float, compute_s: float, read_s: float) -> None:
+    def observe_pass(self, rows: int, seconds: float, compute_s: float, read_s: float, threads: int = 1) -> None:
         """A pass over the target's layers: its time, that inside ggml, and that with reads in flight."""
-        self._compute.observe(rows, compute_s)
+        self._compute.setdefault(threads, RowTable()).observe(rows, compute_s)
         self._read.observe(read_s)
         self._rest.observe(max(seconds - max(compute_s, read_s), 0.0))
 
@@ -83,9 +86,15 @@ class CycleCost:
         """One row through the output projection."""
         self._project.observe(seconds)
 
+    def threads(self, rows: int) -> int:
+        """For a pass with so many rows: the fewest that are as good as the best, since others want the cores too."""
+        counts = sorted({*(1 << power for power in range(self._most_threads.bit_length())), self._most_threads})
+        times = [self._with(rows, count) for count in counts]
+        return next(count for count, seconds in zip(counts, times, strict=True) if seconds <= NEAR * min(times))
+
     def pass_s(self, rows: int) -> float:
         """Of a pass with so many rows: the slower of reading and computing, and what neither hides."""
-        return max(self._read.value or 0.0, self._compute.seconds(rows)) + (self._rest.value or 0.0)
+        return self._with(rows, self.threads(rows)) + (self._rest.value or 0.0)
 
     def draft_s(self, nodes: int) -> float:
         """Of a draft step that expands so many nodes."""
@@ -94,3 +103,13 @@ class CycleCost:
     def project_s(self) -> float:
         """Of one row's logits."""
         return self._project.value or 0.0
+
+    def _with(self, rows: int, threads: int) -> float:
+        return max(self._read.value or 0.0, self._compute_s(rows, threads))
+
+    def _compute_s(self, rows: int, threads: int) -> float:
+        """A number of threads that was never tried is taken to share the work of the nearest one evenly."""
+        if not self._compute:
+            return 0.0
+        known = min(self._compute, key=lambda count: abs(count - threads))
+        return self._compute[known].seconds(rows) * known / threads

@@ -54,7 +54,7 @@ class Engine:
         self._store = store
         self._draft = draft
         self._policy = policy or preset("flash-ar" if draft is None else "lever")
-        self._cost = CycleCost()
+        self._cost = CycleCost(n_threads)
         self._layer_threads = ThreadChooser(n_threads, n_threads)
         # Streaming starts with one thread: it nearly always keeps up, and leaves the rest of the machine alone.
         start = start_threads or (1 if store.streamed else n_threads)
@@ -145,7 +145,8 @@ class Engine:
         rows = depth_first(tree, self._policy.select(self._situation(tree, run.drafted_s)))
         clock, model, store = _Clock(self._store), self._model, self._store
         compute_s, read_s = model.stats.layers_s, store.stats.read_s
-        model.n_threads = self._pass_threads.count
+        plain = not self._policy.drafts
+        model.n_threads = self._pass_threads.count if plain else self._cost.threads(len(rows.nodes))
 
         def after_layer(_layer: int) -> None:
             _stop_if(run.cancelled)
@@ -155,9 +156,10 @@ class Engine:
         else:
             model.forward_tree(rows.tokens, rows.parents, after_layer)
         seconds, stall_s = clock.lap()
-        if len(rows.nodes) == 1:  # trees differ in what they take, so that their passes tell nothing of threads
+        if plain:
             self._pass_threads.observe(seconds, stall_s)
-        self._cost.observe_pass(len(rows.nodes), seconds, model.stats.layers_s - compute_s, store.stats.read_s - read_s)
+        compute_s, read_s = model.stats.layers_s - compute_s, store.stats.read_s - read_s
+        self._cost.observe_pass(len(rows.nodes), seconds, compute_s, read_s, model.n_threads)
         run.stats.cycles += 1
         run.stats.verified += len(rows.nodes) - 1
         if len(rows.nodes) > 1 and not model.finite(len(rows.nodes)):

@@ -171,7 +171,16 @@ class LoadedModel(Owner):
         file = self.image.open(self.gguf) if self.image is not None else DirectFile(self.gguf.files[table.file])
         embedding = stack.enter_context(EmbeddingRows(file, table, self.shape.graph_rows))
         return stack.enter_context(
-            Model(self.ggml, self.config, self.units, weights, embedding, self.shape, self.n_threads)
+            Model(
+                self.ggml,
+                self.config,
+                self.units,
+                weights,
+                embedding,
+                self.shape,
+                self.n_threads,
+                spin=not self.store.streamed,
+            )
         )
 
 

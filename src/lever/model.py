@@ -49,7 +49,10 @@ class Model(Owner):
         embedding: EmbeddingRows,
         shape: ModelShape,
         n_threads: int,
+        *,
+        spin: bool = False,
     ) -> None:
+        """`n_threads` at most; they `spin` between graphs, where nothing is waited for, or sleep."""
         self.config = config
         self.shape = shape
         self.stats = ModelStats()
@@ -62,7 +65,7 @@ class Model(Owner):
         self._closed = False
         with ExitStack() as stack:
             self.kv = stack.enter_context(KVCache(ggml, config, shape.n_ctx, shape.n_tree))
-            self._backend = stack.enter_context(Backend(ggml, n_threads))
+            self._backend = stack.enter_context(Backend(ggml, n_threads, spin=spin))
             self._context = stack.enter_context(Context(ggml, graph_tensors(shape.n_tree), graph_nodes(shape.n_tree)))
             self._workspace = stack.enter_context(Workspace(ggml, config, embedding, shape))
             self._allocator = stack.enter_context(GraphAllocator(ggml))

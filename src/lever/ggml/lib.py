@@ -10,7 +10,7 @@ import ctypes
 import functools
 import importlib.util
 import os
-from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,19 @@ class Feature(ctypes.Structure):
     _fields_ = (("name", c_char_p), ("value", c_char_p))
 
 
+class ThreadpoolParams(ctypes.Structure):
+    """struct ggml_threadpool_params (ggml.h)."""
+
+    _fields_ = (
+        ("cpumask", c_bool * 512),  # GGML_MAX_N_THREADS
+        ("n_threads", c_int),
+        ("prio", c_int),
+        ("poll", c_uint32),
+        ("strict_cpu", c_bool),
+        ("paused", c_bool),
+    )
+
+
 # name -> (result, arguments)
 _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_log_set": (None, (P, P)),
@@ -41,6 +54,7 @@ _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_reset": (None, (P,)),
     "ggml_free": (None, (P,)),
     "ggml_tensor_overhead": (c_size_t, ()),
+    "ggml_threadpool_params_init": (None, (P, c_int)),
     "ggml_graph_overhead_custom": (c_size_t, (c_size_t, c_bool)),
     "ggml_type_name": (c_char_p, (c_int,)),
     "ggml_blck_size": (c_int64, (c_int,)),
@@ -102,6 +116,9 @@ _CPU: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_cpu_reg": (P, ()),
     "ggml_backend_cpu_init": (P, ()),
     "ggml_backend_cpu_set_n_threads": (None, (P, c_int)),
+    "ggml_backend_cpu_set_threadpool": (None, (P, P)),
+    "ggml_threadpool_new": (P, (P,)),
+    "ggml_threadpool_free": (None, (P,)),
 }
 
 # Functions that a registry hands out by name (ggml-backend.h).
@@ -208,4 +225,4 @@ def _bind(library: ctypes.CDLL, name: str, result: Any, arguments: tuple[Any, ..
     return function
 
 
-__all__ = ["DIRECTORY_VARIABLE", "VERSION", "InitParams", "Library", "find_directory", "load"]
+__all__ = ["DIRECTORY_VARIABLE", "VERSION", "InitParams", "Library", "ThreadpoolParams", "find_directory", "load"]
