@@ -419,13 +419,13 @@ def test_a_file_that_may_not_be_read_ends_with_5(lever: Lever, tmp_path: Path) -
 
 
 def test_J5_slow_storage_is_told_before_it_is_waited_for_and_progress_shows(lever: Lever, tmp_path: Path) -> None:
-    path = tiny_model(tmp_path / "deep.gguf", n_layers=12)
+    path = tiny_model(tmp_path / "deep.gguf", n_layers=36)
     words = ("run", path, "x", "--raw", "-n", "0", "--pin", "0")
-    expectation, progress, _figures = lever(*words, device={"delay_s": 1.6}).stderr.decode().splitlines()
+    expectation, *progress, _figures = lever(*words, device={"delay_s": 0.8}).stderr.decode().splitlines()
 
     assert re.fullmatch(r"each token reads .* MiB from flash, about \d+ s at 0 MB/s: .*lever doctor", expectation)
-    # After five of about eight seconds: two reads at a time.
-    assert re.fullmatch(r"reading the prompt, 1 token: \d+ %, \d+ MB/s", progress)
+    assert progress  # after five seconds, and then now and then
+    assert all(re.fullmatch(r"reading the prompt, 1 token: \d+ %, \d+ MB/s", line) for line in progress)
 
 
 def test_a_full_stdout_ends_with_one_line(lever: Lever, model: Path) -> None:
