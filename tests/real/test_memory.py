@@ -26,12 +26,13 @@ MB, MIB = 10**6, 1 << 20
 BUDGETS = [420 * MB, 600 * MB, 800 * MB, 1000 * MB]
 PROMPT = "What is a lever? Answer in one sentence."
 LEVER = "from lever.cli import main; main()"
+PLAIN = ("--no-image", "--no-draft", "--no-profile")  # whatever the caches of this machine hold
 # At its end the process says on stdout how much it held at most: it may end before there are figures.
 LEVER_AND_PEAK = f"import atexit, lever.memory as m; atexit.register(lambda: print(m.peak_rss_bytes())); {LEVER}"
 
 
 def command(*flags: str, code: str = LEVER) -> list[str]:
-    return [sys.executable, "-c", code, "run", "demo", PROMPT, "--temp", "0", *flags]
+    return [sys.executable, "-c", code, "run", "demo", PROMPT, "--temp", "0", *PLAIN, *flags]
 
 
 @dataclass(frozen=True)

@@ -88,8 +88,10 @@ def _open(question: Question, settings: ModelSettings, progress: Bar, output: Ou
     except (DoesNotFit, StorageError) as error:
         if wanted != AUTO or preset is not None:
             raise
-        note(f"going on without a draft: {error}")
-        return LLM(opened.path, settings, name=question.model)
+        llm = LLM(opened.path, settings, name=question.model)  # refused by itself, if that is too large as well
+        why = "the budget does not hold it as well" if isinstance(error, DoesNotFit) else str(error)
+        log.warning("going on without the draft %s: %s", name, why)
+        return llm
 
 
 def _load(llm: LLM, settings: ModelSettings, progress: Bar) -> None:

@@ -41,6 +41,8 @@ def plan(
     Speed is foretold from the profile of this machine (see lever profile); without one, a quick one is made.
     Exit code: 0 it fits, 3 it does not.
     """
+    from dataclasses import replace
+
     from lever.cli.opening import find_profile, open_path
     from lever.errors import DoesNotFit
     from lever.llm import LLM
@@ -59,10 +61,11 @@ def plan(
     )
     with bar(quiet=quiet) as progress:
         path = open_path(model, progress, use_image=not no_image, offline=offline, quiet=quiet).path
-        with LLM(path, settings, name=model) as llm:
+        # A model that does not fit is refused when it is opened; here it is told what would be needed.
+        with LLM(path, replace(settings, dram=AMPLE), name=model) as llm:
             progress.start(None, "planning")
             try:
-                llm.plan()
+                llm.plan(settings)
             except DoesNotFit as error:
                 found: Outlook | Shortage = shortage(llm, settings, error)
             else:
@@ -74,6 +77,9 @@ def plan(
     else:
         write_table(_table(found))
     raise typer.Exit(0 if found.fits else DoesNotFit.exit_code)
+
+
+AMPLE = 1 << 50  # bytes
 
 
 def _table(found: Outlook | Shortage) -> Table:
