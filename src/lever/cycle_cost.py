@@ -9,6 +9,7 @@ from bisect import bisect_left
 
 WEIGHT = 0.3  # of a new observation against what was known
 NEAR = 1.03  # times that differ by less are equal
+FORGOTTEN = 16  # passes after which a number of threads that was not used is unknown again
 
 
 class Average:
@@ -63,6 +64,8 @@ class CycleCost:
 
     def __init__(self, n_threads: int = 1) -> None:
         self._compute: dict[int, RowTable] = {}  # by threads
+        self._last: dict[int, int] = {}  # pass that had so many threads
+        self._n_passes = 0
         self._most_threads = n_threads
         self._draft = RowTable()
         self._read, self._rest, self._project = Average(), Average(), Average()
@@ -74,7 +77,11 @@ class CycleCost:
 
     def observe_pass(self, rows: int, seconds: float, compute_s: float, read_s: float, threads: int = 1) -> None:
         """A pass over the target's layers: its time, that inside ggml, and that with reads in flight."""
+        self._n_passes += 1
+        self._last[threads] = self._n_passes
         self._compute.setdefault(threads, RowTable()).observe(rows, compute_s)
+        for other in [count for count, last in self._last.items() if self._n_passes - last > FORGOTTEN]:
+            del self._compute[other], self._last[other]  # it may have been somebody else's fault: try again
         self._read.observe(read_s)
         self._rest.observe(max(seconds - max(compute_s, read_s), 0.0))
 

@@ -179,7 +179,7 @@ class LoadedModel(Owner):
                 embedding,
                 self.shape,
                 self.n_threads,
-                spin=not self.store.streamed,
+                spin=not (self.store.streamed or self.shape.n_tree),  # with trees, another model wants the cores
             )
         )
 
