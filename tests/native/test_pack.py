@@ -95,18 +95,33 @@ def test_matrices_are_repacked_where_this_cpu_has_a_layout_for_them(source: Path
     assert not Image.of(read(source))
 
 
-def test_requantised_layers_are_what_ggml_makes_of_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["type", "output", "embedding"])
+def test_what_is_requantised_is_what_ggml_makes_of_it_and_nothing_else_is(tmp_path: Path, part: str) -> None:
     """By the fixture's own quantiser, which calls ggml_quantize_chunk on the F32 weights."""
+    prefix = {"type": "blk.", "output": "output.", "embedding": "token_embd."}[part]
     wide = tiny.tiny_fields(n_ff=256, type="F32")
-    image = read(packed(wide.write(tmp_path / "wide.gguf"), tmp_path / "image.gguf", type="q4_0", layout="plain"))
+    image = read(packed(wide.write(tmp_path / "wide.gguf"), tmp_path / "image.gguf", layout="plain", **{part: "q4_0"}))
     data = (tmp_path / "image.gguf").read_bytes()
     for tensor in wide.tensors:
         found = image.tensors[tensor.name]
         values = np.frombuffer(tensor.data, np.float32).reshape(tensor.shape[::-1])
-        in_layer = tensor.name.startswith("blk.") and len(tensor.shape) == 2
-        assert TYPES[found.type].name == ("Q4_0" if in_layer else "F32")
-        expected = tiny.quantise(values, "Q4_0") if in_layer else tensor.data
+        asked_for = tensor.name.startswith(prefix) and len(tensor.shape) == 2
+        assert TYPES[found.type].name == ("Q4_0" if asked_for else "F32")
+        expected = tiny.quantise(values, "Q4_0") if asked_for else tensor.data
         assert data[found.offset : found.offset + found.nbytes] == expected
+
+
+@pytest.mark.parametrize(("output", "embedding"), [("q4_0", "keep"), ("keep", "q4_0"), ("q4_0", "q4_0")])
+def test_a_tied_model_has_one_matrix_for_both_unless_their_types_differ(
+    tmp_path: Path, output: str, embedding: str
+) -> None:
+    source = tiny.tiny_model(tmp_path / "tied.gguf", n_ff=256, tied=True, type="F32")
+    image = packed(source, tmp_path / "image.gguf", layout="plain", output=output, embedding=embedding)
+    types = {name: TYPES[tensor.type].name for name, tensor in read(image).tensors.items()}
+    names = {"keep": "F32", "q4_0": "Q4_0"}
+    assert types["token_embd.weight"] == names[embedding]
+    assert types.get("output.weight") == (None if output == embedding else names[output])
+    assert 0.001 < relative_error(tiny_logits(image, TOKENS[:20]), reference.forward(source, TOKENS[:20])) < 0.5
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "F16", "BF16", "IQ4_XS"])

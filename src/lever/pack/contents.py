@@ -25,6 +25,8 @@ Q4_0, I64 = TYPE_IDS["Q4_0"], TYPE_IDS["I64"]
 GGUF_VERSION, ALIGNMENT = 3, 64
 UINT32, STRING, ARRAY, UINT64 = 4, 8, 9, 10  # value types of GGUF
 
+Type = Literal["keep", "q4_0"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackSettings:
@@ -35,7 +37,9 @@ class PackSettings:
     layout "auto" writes each matrix as the fastest kernels of this CPU want it; "plain" runs on every CPU.
     """
 
-    type: Literal["keep", "q4_0"] = "keep"
+    type: Type = "keep"  # of the layers
+    output: Type = "keep"
+    embedding: Type = "keep"
     layout: Literal["auto", "plain"] = "auto"
     dram: int  # bytes that the process may hold
     n_threads: int = 1
@@ -84,26 +88,28 @@ def _groups(ggml: Library, gguf: GGUF, config: ModelConfig, settings: PackSettin
     The vectors of a layer come first: what stays in memory of a layer are its last tensors, and those shall be large.
     """
 
-    def entry(name: str, kind: int | None = None, *, plain: bool = False, called: str | None = None) -> Entry:
+    def entry(name: str, wanted: Type = "keep", *, plain: bool = False, called: str | None = None) -> Entry:
         source = gguf.tensors[name]
-        kind = source.type if kind is None else kind
+        kind = _type_of(source, wanted)
         repacked = settings.layout == "auto" and not plain and takes_repacked(ggml, kind, source.shape)
         return Entry(source, called or name, kind, repacked)
 
     for layer in range(config.n_layers):
         tensors = [gguf.tensors[name] for name in layer_tensors(config, layer)]
         group = [entry(tensor.name) for tensor in tensors if len(tensor.shape) == 1]
-        yield group + [entry(t.name, _type_of(t, settings)) for t in tensors if len(t.shape) == 2]
-    projection = entry("token_embd.weight" if config.tied_output else "output.weight", called="output.weight")
-    if projection.repacked or not config.tied_output:
+        yield group + [entry(tensor.name, settings.type) for tensor in tensors if len(tensor.shape) == 2]
+    table = entry("token_embd.weight", settings.embedding, plain=True)  # its rows are read one by one
+    matrix = "token_embd.weight" if config.tied_output else "output.weight"
+    projection = entry(matrix, settings.output, called="output.weight")
+    if not config.tied_output or projection.repacked or projection.kind != table.kind:
         yield [projection]
     yield [entry(name) for name in ("output_norm.weight", "rope_freqs.weight") if name in gguf.tensors]
-    yield [entry("token_embd.weight", plain=True)]  # its rows are read one by one
+    yield [table]
 
 
-def _type_of(tensor: TensorInfo, settings: PackSettings) -> int:
+def _type_of(tensor: TensorInfo, wanted: Type) -> int:
     fits = tensor.shape[0] % TYPES[Q4_0].block == 0
-    return Q4_0 if settings.type == "q4_0" and fits else tensor.type
+    return Q4_0 if wanted == "q4_0" and fits else tensor.type
 
 
 def contents_of(
