@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -43,8 +44,7 @@ from lever.settings import SamplerSettings
 
 N_LOGITS = 32  # rows that are projected at once
 TEMPERATURE = 0.7
-WIDTHS = (1, 16)  # rows of the passes that are timed: plain decoding, and drafted tokens being checked
-ROUNDS = 7  # of these
+ROUNDS = 9  # of single rows that are timed
 PACK_BYTES = 1 << 30  # that packing may hold
 IMAGES: Mapping[str, PackSettings] = {
     "keep": PackSettings(dram=PACK_BYTES),
@@ -89,21 +89,13 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
-    """Seconds of a pass in memory, on one thread."""
-
-    n_rows: int
-    layers_s: float
-    output_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Costs:
     """What a pass of a model takes when nothing, and when everything is in memory."""
 
     layers_bytes: int
     output_bytes: int
-    compute: Sequence[Compute]  # for each of WIDTHS
+    layers_row_s: float  # one row on one thread
+    output_row_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,22 +150,19 @@ def difference(a: Scores, b: Scores) -> Difference:
 
 
 def costs(loaded: LoadedModel) -> Costs:
-    """Bytes of a pass, and seconds of compute: the fastest of some rounds, as others on the machine only add."""
-    loaded.model.n_threads = 1
-    compute = [_fastest(loaded.model, n_rows) for n_rows in WIDTHS]
-    return Costs(loaded.units.layers_nbytes, loaded.units.projection_nbytes, compute)
-
-
-def _fastest(model: Model, n_rows: int) -> Compute:
-    layers, outputs = zip(*(_seconds(model, n_rows) for _ in range(ROUNDS)), strict=True)
-    return Compute(n_rows, min(layers), min(outputs))
-
-
-def _seconds(model: Model, n_rows: int) -> tuple[float, float]:
-    layers_s, output_s = model.stats.layers_s, model.stats.projection_s
+    """Bytes of a pass, and seconds of compute of one row where nothing is waited for."""
+    model = loaded.model
+    model.n_threads = 1
     model.kv.truncate(0)
-    model.forward(range(n_rows))
-    model.project(range(n_rows))
+    rounds = [_row_seconds(model) for _ in range(ROUNDS)]
+    layers_s, output_s = (median(column) for column in zip(*rounds, strict=True))
+    return Costs(loaded.units.layers_nbytes, loaded.units.projection_nbytes, layers_s, output_s)
+
+
+def _row_seconds(model: Model) -> tuple[float, float]:
+    layers_s, output_s = model.stats.layers_s, model.stats.projection_s
+    model.forward([0])
+    model.project([0])
     return model.stats.layers_s - layers_s, model.stats.projection_s - output_s
 
 
@@ -231,7 +220,15 @@ def image_of(source: Path, kind: str, where: Path) -> Iterator[Path]:
     gguf = gguf_file.read(source)
     with TemporaryDirectory(dir=where) as folder:
         path, sha256 = Path(folder) / "image.gguf", source_sha256(gguf.files, Silent())
-        pack(gguf, ModelConfig.from_gguf(gguf), path, IMAGES[kind], name=source.name, sha256=sha256, progress=Silent())
+        pack(
+            gguf,
+            ModelConfig.from_gguf(gguf),
+            path,
+            IMAGES[kind],
+            name=source.name,
+            sha256=lambda: sha256,
+            progress=Silent(),
+        )
         yield path
 
 
@@ -268,8 +265,7 @@ def show(report: Report) -> None:
         )
     total = cost.layers_bytes + cost.output_bytes
     print(f"  a pass reads {format_size(total)}, of which the output {format_size(cost.output_bytes)}")
-    for c in cost.compute:
-        print(f"  rows {c.n_rows} on one thread: layers {1e3 * c.layers_s:.1f} ms, output {1e3 * c.output_s:.1f} ms")
+    print(f"  one row on one thread: layers {1e3 * cost.layers_row_s:.1f} ms, output {1e3 * cost.output_row_s:.1f} ms")
 
 
 def main() -> None:
@@ -282,7 +278,7 @@ def main() -> None:
     parser.add_argument("--answer-tokens", type=int, default=350)
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--dram", default="auto")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     dram = parse_size(args.dram)
