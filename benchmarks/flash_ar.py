@@ -136,7 +136,7 @@ def main() -> None:
         document = {
             "date": date.today().isoformat(),
             "machine": platform.machine(),
-            "settings": {key: str(value) for key, value in vars(args).items()},
+            "settings": {key: str(value) for key, value in vars(args).items()} | {"model": Path(args.model).name},
             "bytes_per_pass": store.bytes_per_pass,
             "bound_s": bound_s,
             "ratio_to_raw": ratio,

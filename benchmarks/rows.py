@@ -103,7 +103,10 @@ def main() -> None:
                     f"{row['read_bytes_per_s'] / 1e9:.2f} GB/s, {row['against_one_row']:.3f} of one row"
                 )
     if args.json:
-        document = {"date": date.today().isoformat(), "settings": {k: str(v) for k, v in vars(args).items()}}
+        document = {
+            "date": date.today().isoformat(),
+            "settings": {k: str(v) for k, v in vars(args).items() if k != "models"},
+        }
         args.json.write_text(json.dumps(document | {"rows": rows}, indent=1) + "\n")
 
 
