@@ -9,7 +9,7 @@ from bisect import bisect_left
 
 WEIGHT = 0.3  # of a new observation against what was known
 NEAR = 1.03  # times that differ by less are equal
-FORGOTTEN = 16  # passes after which a number of threads that was not used is unknown again
+FORGOTTEN = 16  # passes after which a number of threads, or a draft, that was not used is unknown again
 
 
 class Average:
@@ -67,7 +67,7 @@ class CycleCost:
         self._last: dict[int, int] = {}  # pass that had so many threads
         self._n_passes = 0
         self._most_threads = n_threads
-        self._draft = RowTable()
+        self._draft, self._last_draft = RowTable(), 0  # and the pass before it
         self._read, self._rest, self._project = Average(), Average(), Average()
 
     @property
@@ -82,11 +82,14 @@ class CycleCost:
         self._compute.setdefault(threads, RowTable()).observe(rows, compute_s)
         for other in [count for count, last in self._last.items() if self._n_passes - last > FORGOTTEN]:
             del self._compute[other], self._last[other]  # it may have been somebody else's fault: try again
+        if self._n_passes - self._last_draft > FORGOTTEN:
+            self._draft = RowTable()  # nor is a draft that was too slow once given up for good
         self._read.observe(read_s)
         self._rest.observe(max(seconds - max(compute_s, read_s), 0.0))
 
     def observe_draft(self, nodes: int, seconds: float) -> None:
         """A draft step."""
+        self._last_draft = self._n_passes
         self._draft.observe(nodes, seconds)
 
     def observe_project(self, seconds: float) -> None:

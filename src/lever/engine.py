@@ -130,11 +130,13 @@ class Engine:
             nodes = [node for node in nodes if tree.depths[node] < room][: draft.room]
             if not nodes:
                 break
-            before, draft.model.n_threads = time.perf_counter(), self._draft_threads.count
+            before, trial = time.perf_counter(), self._draft_threads.trying
+            draft.model.n_threads = self._draft_threads.count
             draft.expand(tree, nodes, run.temperature)
             seconds = time.perf_counter() - before
             self._draft_threads.observe(seconds / len(nodes), 0.0)
-            self._cost.observe_draft(len(nodes), seconds)
+            if not trial:
+                self._cost.observe_draft(len(nodes), seconds)
             run.stats.drafted += len(nodes)
             _stop_if(run.cancelled)
         run.drafted_s = time.perf_counter() - started

@@ -25,6 +25,11 @@ class ThreadChooser:
         self._kept, self._kept_s = start, 0.0
         self._wait, self._pause = FIRST_TRIAL, 8 * FIRST_TRIAL
 
+    @property
+    def trying(self) -> bool:
+        """Whether the next piece of work is a trial, whose time tells nothing of what such work usually takes."""
+        return self.count != self._kept
+
     def observe(self, seconds: float, stall_s: float) -> None:
         """A piece of work with `count` threads took so long, of which it waited so long for reads."""
         if self.count != self._kept:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lever.cycle_cost import WEIGHT, Average, CycleCost, RowTable
+from lever.cycle_cost import FORGOTTEN, WEIGHT, Average, CycleCost, RowTable
 
 Observations = dict[int, float]  # seconds by rows
 
@@ -124,3 +124,25 @@ def test_drafts_go_by_nodes_and_projections_by_one() -> None:
     assert cost.draft_s(2) == pytest.approx(0.025)
     assert cost.draft_s(6) == pytest.approx(0.06)
     assert cost.project_s() == 0.01
+
+
+def test_a_draft_that_was_too_slow_once_is_tried_again() -> None:
+    """Where drafting does not seem to pay nothing is drafted, so nothing else would ever correct the figure."""
+    cost = CycleCost()
+    cost.observe_pass(1, 0.4, 0.1, 0.4)
+    cost.observe_draft(2, 60.0)
+    for _ in range(FORGOTTEN):
+        cost.observe_pass(1, 0.4, 0.1, 0.4)
+        assert cost.draft_s(2) == 60.0
+    cost.observe_pass(1, 0.4, 0.1, 0.4)
+    assert cost.draft_s(2) == 0.0
+
+
+def test_a_number_of_threads_that_was_slow_once_is_tried_again() -> None:
+    cost = CycleCost(n_threads=2)
+    cost.observe_pass(16, 0.8, 0.8, 0.4, threads=1)
+    cost.observe_pass(16, 5.0, 5.0, 0.4, threads=2)
+    assert cost.threads(16) == 1
+    for _ in range(FORGOTTEN + 1):
+        cost.observe_pass(16, 0.8, 0.8, 0.4, threads=1)
+    assert cost.threads(16) == 2

@@ -73,3 +73,13 @@ def test_a_machine_that_becomes_free_is_noticed() -> None:
 
 def test_one_thread_is_one_thread() -> None:
     assert set(counts(ThreadChooser(1, 1), bound_by_compute, 50)) == {1}
+
+
+def test_it_says_which_pieces_of_work_are_trials() -> None:
+    """Their time is not what such work usually takes."""
+    chooser, trials = ThreadChooser(1, 2), []
+    for _ in range(30):
+        trials.append((chooser.count, chooser.trying))
+        chooser.observe(1.0 if chooser.count == 1 else 9.0, 0.0)
+    assert {count for count, trying in trials if trying} == {2}
+    assert {count for count, trying in trials if not trying} == {1}
