@@ -83,3 +83,16 @@ def same_bits(a: Logits, b: Logits) -> bool:
 def relative_error(found: Logits, expected: NDArray[np.float64]) -> float:
     """Root mean square of the difference over that of what is expected."""
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def overflowing(path: Path) -> Path:
+    """A model that has values beyond the largest number of F16 at token 7 alone."""
+    fields = tiny.tiny_fields(n_ff=256, type="F32")
+    embedding = np.frombuffer(fields.tensor("token_embd.weight").data, np.float32).reshape(-1, 256).copy()
+    embedding[:, 0] = 0
+    embedding[7] = np.eye(256, dtype=np.float32)[0]
+    fields.tensor("token_embd.weight").data = embedding.tobytes()
+    values = np.frombuffer(fields.tensor("blk.0.attn_v.weight").data, np.float32).reshape(-1, 256).copy()
+    values[:, 0] = 1e5
+    fields.tensor("blk.0.attn_v.weight").data = values.tobytes()
+    return fields.write(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cage import Caged, NoCage, run_caged
+from tests.cage import Caged, caged_or_skipped
 from tests.tiny import CONTROL, NORMAL, byte_letters, tiny_model
 
 MIB = 1 << 20
@@ -17,10 +17,7 @@ LEVER = "from lever.cli import main; main()"
 
 
 def caged(limit_bytes: int, *code_and_arguments: str) -> Caged:
-    try:
-        return run_caged([sys.executable, "-c", *code_and_arguments], limit_bytes)
-    except NoCage as error:
-        pytest.skip(str(error))
+    return caged_or_skipped([sys.executable, "-c", *code_and_arguments], limit_bytes)
 
 
 def test_a_command_within_its_limit_ends_as_usual() -> None:

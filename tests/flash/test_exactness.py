@@ -19,7 +19,7 @@ from lever.gguf import MATRIX_TYPES, TYPES, read
 from lever.stats import RunStats
 from tests import tiny
 from tests.fakes import FakeDevice
-from tests.models import TOKENS, Logits, logits_of, open_tiny, same_bits, tiny_logits, tiny_of_type
+from tests.models import TOKENS, Logits, logits_of, open_tiny, overflowing, same_bits, tiny_logits, tiny_of_type
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"arch": "llama", "rope_freqs": True},
@@ -206,15 +206,7 @@ def test_I20_a_pass_ended_by_the_caller_leaves_the_cache_as_it_was(llama: Path) 
 
 def test_K14_a_prompt_that_overflows_leaves_no_trace(tmp_path: Path) -> None:
     """Token 7 alone has values beyond the largest number of F16, in the first layer; its logits are not finite."""
-    fields = tiny.tiny_fields(n_ff=256, type="F32")
-    embedding = np.frombuffer(fields.tensor("token_embd.weight").data, np.float32).reshape(-1, 256).copy()
-    embedding[:, 0] = 0
-    embedding[7] = np.eye(256, dtype=np.float32)[0]
-    fields.tensor("token_embd.weight").data = embedding.tobytes()
-    values = np.frombuffer(fields.tensor("blk.0.attn_v.weight").data, np.float32).reshape(-1, 256).copy()
-    values[:, 0] = 1e5
-    fields.tensor("blk.0.attn_v.weight").data = values.tobytes()
-    path = fields.write(tmp_path / "tiny.gguf")
+    path = overflowing(tmp_path / "tiny.gguf")
     tokens = [token for token in TOKENS if token != 7][:40]
     device = FakeDevice()
     with open_tiny(path, device=device) as loaded:

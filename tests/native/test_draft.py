@@ -29,7 +29,7 @@ from lever.errors import ContextOverflow
 from lever.loader import LoadedModel
 from lever.tree import NOT_EXPANDED, DraftTree, reroot
 from tests import tiny
-from tests.models import TOKENS, open_tiny
+from tests.models import TOKENS, open_tiny, overflowing
 
 TOLERANCE = 0.01  # of a probability
 N_TREE = 12
@@ -303,16 +303,3 @@ def test_a_token_at_which_the_draft_overflows_ends_a_branch_and_is_forgotten_wit
         run.draft = draft
         run.begin([*text, TOKENS[30]])
         run.expand([1, 2])
-
-
-def overflowing(path: Path) -> Path:
-    """A model that has values beyond the largest number of F16 at token 7 alone."""
-    fields = tiny.tiny_fields(n_ff=256, type="F32")
-    embedding = np.frombuffer(fields.tensor("token_embd.weight").data, np.float32).reshape(-1, 256).copy()
-    embedding[:, 0] = 0
-    embedding[7] = np.eye(256, dtype=np.float32)[0]
-    fields.tensor("token_embd.weight").data = embedding.tobytes()
-    values = np.frombuffer(fields.tensor("blk.0.attn_v.weight").data, np.float32).reshape(-1, 256).copy()
-    values[:, 0] = 1e5
-    fields.tensor("blk.0.attn_v.weight").data = values.tobytes()
-    return fields.write(path)

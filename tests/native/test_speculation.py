@@ -28,8 +28,7 @@ from lever.settings import SamplerSettings
 from lever.stats import RunStats
 from tests import tiny
 from tests.fakes import FakeDevice
-from tests.models import TOKENS, Logits, open_tiny, same_bits
-from tests.native.test_draft import overflowing
+from tests.models import TOKENS, Logits, open_tiny, overflowing, same_bits
 
 N_TREE = 26
 SHORT = TOKENS[:20]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from lever.models import resolve
-from tests.cage import NoCage, run_caged
+from tests.cage import caged_or_skipped
 
 pytestmark = pytest.mark.real
 
@@ -46,10 +46,7 @@ class Run:
 
 def caged_run(budget: int) -> Run:
     """An answer of twelve tokens, in a cage of the budget and a twentieth."""
-    try:
-        caged = run_caged(command("--dram", str(budget), "--json", "-n", "12"), budget + budget // 20)
-    except NoCage as error:
-        pytest.skip(str(error))
+    caged = caged_or_skipped(command("--dram", str(budget), "--json", "-n", "12"), budget + budget // 20)
     assert caged.oom_kills == 0, "the cage's limit killed it"
     assert caged.process.returncode == 0, caged.process.stderr
     return _run(caged.process)
@@ -162,9 +159,6 @@ def test_what_does_not_fit_is_refused_with_its_parts_before_anything_large_is_re
 @pytest.mark.parametrize("mib", [70, 100, 133])
 def test_D8_what_does_not_fit_is_refused_in_a_cage_that_could_not_hold_the_tokenizer(mib: int) -> None:
     budget = mib * MIB
-    try:
-        caged = run_caged(command("--dram", str(budget)), budget + budget // 20)
-    except NoCage as error:
-        pytest.skip(str(error))
+    caged = caged_or_skipped(command("--dram", str(budget)), budget + budget // 20)
     assert (caged.process.returncode, caged.oom_kills) == (3, 0)
     assert "ring 85.8 MiB" in caged.process.stderr

@@ -20,11 +20,10 @@ from lever.cost import (
     Conditions,
     Correction,
     Identity,
-    LayerTime,
     Measured,
     Profile,
-    ProjectionTime,
     ReadRate,
+    RowTime,
     Together,
     at_once,
     best_read,
@@ -48,8 +47,8 @@ def m(median: float, spread: float = 0.0) -> Measured:
     return Measured(median, spread)
 
 
-def layer(rows: int, threads: int, ms: float) -> LayerTime:
-    return LayerTime(rows, threads, m(ms / 1e3))
+def layer(rows: int, threads: int, ms: float) -> RowTime:
+    return RowTime(rows, threads, m(ms / 1e3))
 
 
 def together(rows: int, threads: int, **more: Any) -> Together:
@@ -70,7 +69,7 @@ def profile(**more: Any) -> Profile:
         "buffered_reason": None,
         "reads": (ReadRate(4 * MIB, 2, m(1.2e9), m(1.1e9)),),
         "layers": (layer(1, 1, 3), layer(16, 1, 18), layer(1, 2, 2), layer(16, 2, 9)),
-        "projections": tuple(ProjectionTime(1, threads, m(5e-3)) for threads in (1, 2)),
+        "projections": tuple(RowTime(1, threads, m(5e-3)) for threads in (1, 2)),
         "together": (together(1, 1), together(1, 2, layer=2.5e-3, read=0.9e9)),
     }
     return Profile(**tables | more)
@@ -304,7 +303,7 @@ def test_a_quiet_cool_machine_gives_no_doubt() -> None:
 
 
 def test_figures_that_vary_are_doubted() -> None:
-    wild = tuple(LayerTime(rows, 1, m(1e-3, 0.4)) for rows in range(1, 9))
+    wild = tuple(RowTime(rows, 1, m(1e-3, 0.4)) for rows in range(1, 9))
 
     (doubt,) = doubts(profile(layers=wild))
     assert "8 of 14 figures vary by more than 15 %" in doubt
