@@ -81,20 +81,8 @@ class ReadRate:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerTime:
-    """Seconds inside ggml for rows through an average layer that is in memory."""
-
-    rows: int
-    threads: int
-    seconds: Measured
-
-    def __post_init__(self) -> None:
-        _require(self.rows > 0 and self.threads > 0, f"{self.rows} rows on {self.threads} threads")
-
-
-@dataclass(frozen=True, slots=True)
-class ProjectionTime:
-    """Seconds inside ggml for the logits of rows."""
+class RowTime:
+    """Seconds inside ggml for rows: through an average layer that is in memory, or for their logits."""
 
     rows: int
     threads: int
@@ -180,8 +168,8 @@ class Profile:
     layer_bytes: int  # of an average layer
     buffered_reason: str | None  # why reads went through the page cache
     reads: tuple[ReadRate, ...]
-    layers: tuple[LayerTime, ...]
-    projections: tuple[ProjectionTime, ...]
+    layers: tuple[RowTime, ...]
+    projections: tuple[RowTime, ...]
     together: tuple[Together, ...]
     before: Conditions = field(default_factory=Conditions)
     after: Conditions = field(default_factory=Conditions)

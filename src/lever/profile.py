@@ -30,12 +30,11 @@ from lever.arch import ModelConfig, layer_tensors
 from lever.cost import (
     Conditions,
     Identity,
-    LayerTime,
     Measured,
     PassTime,
     Profile,
-    ProjectionTime,
     ReadRate,
+    RowTime,
     Together,
     best_read,
     corrected,
@@ -258,7 +257,7 @@ def _first_layers(model: Model, tokens: Sequence[int], n: int) -> None:
 
 def _layer_times(
     model: Model, counts: Sequence[int], scope: Scope, scale: float, progress: Progress
-) -> tuple[LayerTime, ...]:
+) -> tuple[RowTime, ...]:
     """Seconds of an average layer; `scale` is the share of its bytes in those of a layer of this model."""
 
     def once(rows: int) -> float:
@@ -269,12 +268,10 @@ def _layer_times(
 
     rows = [count for count in scope.rows if count <= model.shape.n_batch]
     sampled = _in_turns(model, rows, counts, scope, once, lambda r, t: progress(f"layers: {r} rows, {t} threads"))
-    return tuple(LayerTime(*key, Measured.of(samples)) for key, samples in sampled.items())
+    return tuple(RowTime(*key, Measured.of(samples)) for key, samples in sampled.items())
 
 
-def _projection_times(
-    model: Model, counts: Sequence[int], scope: Scope, progress: Progress
-) -> tuple[ProjectionTime, ...]:
+def _projection_times(model: Model, counts: Sequence[int], scope: Scope, progress: Progress) -> tuple[RowTime, ...]:
     model.forward([0] * min(max(scope.logits), model.shape.n_batch))
 
     def once(rows: int) -> float:
@@ -287,7 +284,7 @@ def _projection_times(
 
     sampled = _in_turns(model, scope.logits, counts, scope, once, tell)
     model.kv.truncate(0)
-    return tuple(ProjectionTime(*key, Measured.of(samples)) for key, samples in sampled.items())
+    return tuple(RowTime(*key, Measured.of(samples)) for key, samples in sampled.items())
 
 
 def _in_turns(
@@ -479,7 +476,7 @@ def _together(
         return tuple(_from_laps(*key, n, found) for key, found in laps.items())
 
 
-def _pays(layers: Sequence[LayerTime], threads: int) -> bool:
+def _pays(layers: Sequence[RowTime], threads: int) -> bool:
     """Whether so many threads are faster than one at anything. Threads without a core of their own take far longer."""
     alone = {time.rows: time.seconds.median for time in layers if time.threads == 1}
     return threads == 1 or any(t.seconds.median < alone[t.rows] for t in layers if t.threads == threads)

@@ -43,6 +43,13 @@ def _otherwise(text: str) -> str:
     return f"[dim]\\[default: {text}][/dim]"
 
 
+def thread_count(asked: int | None) -> int:
+    """Compute threads at most: what was asked for, or the performance cores."""
+    from lever.machine import performance_cores
+
+    return len(performance_cores()) if asked is None else asked
+
+
 def _stop_in_environment() -> list[str]:
     """LEVER_STOP is one text with its spaces; typer would cut it at them."""
     text = os.environ.get(variable("--stop"))

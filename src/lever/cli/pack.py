@@ -78,7 +78,6 @@ def pack(
 
     lever run uses the image in the cache by itself; its path goes to stdout.
     """
-    from lever.machine import performance_cores
     from lever.memory import parse_size
     from lever.models import resolve
     from lever.pack import PackSettings
@@ -87,7 +86,7 @@ def pack(
         type=type_.value,
         layout=layout.value,
         dram=parse_size(dram),
-        n_threads=len(performance_cores()) if threads is None else threads,
+        n_threads=o.thread_count(threads),
     )
     with bar(quiet=quiet) as progress, _leaving_in_order():
         source = resolve(model, offline=offline, progress=progress).path

@@ -47,7 +47,6 @@ def plan(
     from lever.errors import DoesNotFit
     from lever.llm import LLM
     from lever.loader import ModelSettings
-    from lever.machine import performance_cores
     from lever.memory import parse_size
     from lever.planner import outlook, shortage
 
@@ -56,7 +55,7 @@ def plan(
         pin_percent=pin,
         n_ctx=ctx_size,
         n_batch=batch_size,
-        n_threads=len(performance_cores()) if threads is None else threads,
+        n_threads=o.thread_count(threads),
         n_slots=ring,
     )
     with bar(quiet=quiet) as progress:

@@ -61,7 +61,6 @@ def profile(
     from lever.cost import doubts
     from lever.llm import LLM
     from lever.loader import ModelSettings
-    from lever.machine import performance_cores
     from lever.memory import parse_size
     from lever.plots import draw_profile, require_matplotlib
     from lever.profile import FULL, QUICK, identity_of, keep, measure
@@ -70,7 +69,7 @@ def profile(
         require_matplotlib(plot)
     settings = ModelSettings(
         dram=parse_size(dram),
-        n_threads=len(performance_cores()) if threads is None else threads,
+        n_threads=o.thread_count(threads),
         n_slots=ring,
     )
     with bar(quiet=quiet) as progress:

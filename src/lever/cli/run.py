@@ -76,7 +76,6 @@ def run(
     from lever.cli.answer import Output, Question, answer
     from lever.llm import GenerationSettings
     from lever.loader import ModelSettings
-    from lever.machine import performance_cores
     from lever.memory import parse_size
     from lever.settings import SamplerSettings
 
@@ -86,7 +85,7 @@ def run(
         pin_percent=pin,
         n_ctx=ctx_size,
         n_batch=batch_size,
-        n_threads=len(performance_cores()) if threads is None else threads,
+        n_threads=o.thread_count(threads),
         n_slots=ring,
         layout=layout.value,
     )
