@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 
 from lever.arch import ModelConfig
-from lever.errors import DamagedImage, DoesNotFit, GGUFError, LeverError, StorageError, UnsupportedModel, UsageError
+from lever.errors import (
+    DamagedImage,
+    DoesNotFit,
+    GGUFError,
+    LeverError,
+    LibraryError,
+    StorageError,
+    UnsupportedModel,
+    UsageError,
+)
 from lever.ggml import layout as layouts
 from lever.ggml import load
 from lever.ggml.layout import fingerprint, takes_repacked
@@ -316,6 +325,17 @@ def test_a_fingerprint_names_what_repacking_does(kind: int, monkeypatch: pytest.
     fingerprint.cache_clear()
     assert fingerprint(ggml, kind) != found
     fingerprint.cache_clear()
+
+
+@pytest.mark.skipif(not REPACKED, reason="this CPU has no layout of its own")
+def test_a_buffer_that_cannot_be_had_is_an_error_and_no_plain_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    ggml = load()
+    takes_repacked.cache_clear()
+    monkeypatch.setattr(ggml, "backend_alloc_ctx_tensors_from_buft", lambda *_: None)
+    with pytest.raises(LibraryError, match="could not allocate a repack buffer"):
+        takes_repacked(ggml, REPACKED[0], (512, 64))
+    monkeypatch.undo()
+    assert takes_repacked(ggml, REPACKED[0], (512, 64))
 
 
 def test_types_without_a_layout_have_no_fingerprint() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lever.errors import LibraryError
 from lever.ggml.lib import Library
 from lever.ggml.objects import Context, RepackedPages
 from lever.gguf import F32, TYPES
@@ -42,8 +43,8 @@ def takes_repacked(ggml: Library, kind: int, shape: tuple[int, ...]) -> bool:
         if ggml.backend_buft_get_alloc_size(ggml.repack_buffer_type, weight) != nbytes:
             return False
         buffer = ggml.backend_alloc_ctx_tensors_from_buft(weight_context.handle, ggml.repack_buffer_type)
-        if not buffer:
-            return False
+        if not buffer:  # "no" would change the bits of whatever is then computed plainly
+            raise LibraryError(f"ggml could not allocate a repack buffer for {TYPES[kind].name} {list(shape)}")
         try:
             rows = ggml.new_tensor_2d(context.handle, F32, shape[0], 4)
             product = ggml.mul_mat(context.handle, weight, rows)
