@@ -17,6 +17,7 @@ from lever.model import Model
 from lever.policies import Preset, Situation, preset
 from lever.stats import RunStats
 from lever.threads import ThreadChooser
+from lever.trace import Cycle, Mark
 from lever.tree import DraftTree, TreeRows, depth_first, reroot
 from lever.weights.store import Store
 
@@ -74,12 +75,14 @@ class Engine:
         temperature: float = 0.0,
         on_prefill: Callable[[int], None] = lambda _n_tokens: None,
         cancelled: Callable[[], bool] = lambda: False,
+        on_cycle: Callable[[Cycle], None] | None = None,
     ) -> Iterator[Step]:
         """New tokens one by one, until an end token, `max_new_tokens` or a full context.
 
         `draw` decides every token; `temperature` is what it draws at, for the draft to guess by. `on_prefill` is told
         of prompt tokens as they are read. `cancelled` is asked after each layer; once it says yes, Cancelled is raised
-        and the engine is ready for another prompt. ContextOverflow when the prompt leaves no room for a new token.
+        and the engine is ready for another prompt. `on_cycle` is told of each cycle that has ended: it costs a little
+        time, so none is recorded without it. ContextOverflow when the prompt leaves no room for a new token.
         LeverError when it is gone on with after another prompt was begun.
         """
         check_prompt(prompt, self._model.shape.n_ctx)
@@ -90,7 +93,8 @@ class Engine:
             return
         n_ctx = self._model.shape.n_ctx
         limit = n_ctx if max_new_tokens is None else min(n_ctx, len(prompt) + max_new_tokens)
-        run = _Run(self._request, tokens, draw, end_tokens, limit, temperature, stats, cancelled)
+        trace = _Trace(self._model, self._store, on_cycle)
+        run = _Run(self._request, tokens, draw, end_tokens, limit, temperature, stats, cancelled, trace)
         figures = _Figures(self._model, self._store, stats)
         step = run.step(logits)
         figures.update()
@@ -98,6 +102,7 @@ class Engine:
         tree = DraftTree.rooted_at(step.token)
         while step.finish_reason is None:
             self._only_newest(run)
+            trace.begin()
             self._grow(run, tree)
             rows = self._verify(run, tree)
             accepted: list[int] = []
@@ -110,6 +115,7 @@ class Engine:
             finally:  # also when nobody wants the rest: the cache agrees with the text
                 if run.request == self._request:  # else it holds another one by now
                     self._keep(rows, accepted)
+            trace.end(tree, rows, accepted)
             if run.request == self._request:
                 tree = self._rerooted(run, tree, [rows.nodes[row] for row in accepted])
 
@@ -130,14 +136,15 @@ class Engine:
             nodes = [node for node in nodes if tree.depths[node] < room][: draft.room]
             if not nodes:
                 break
-            before, trial = time.perf_counter(), self._draft_threads.trying
+            before, trial = run.trace.lap(), self._draft_threads.trying
             draft.model.n_threads = self._draft_threads.count
             draft.expand(tree, nodes, run.temperature)
-            seconds = time.perf_counter() - before
+            seconds = run.trace.mark("draft", before) - before
             self._draft_threads.observe(seconds / len(nodes), 0.0)
             if not trial:
                 self._cost.observe_draft(len(nodes), seconds)
             run.stats.drafted += len(nodes)
+            run.trace.drafted += len(nodes)
             _stop_if(run.cancelled)
         run.drafted_s = time.perf_counter() - started
         run.stats.draft_s += run.drafted_s
@@ -151,8 +158,10 @@ class Engine:
         model.n_threads = self._pass_threads.count if plain else self._cost.threads(len(rows.nodes))
 
         def after_layer(_layer: int) -> None:
+            run.trace.layer()
             _stop_if(run.cancelled)
 
+        run.trace.lap()
         if len(rows.nodes) == 1:
             model.forward(rows.tokens, after_layer)
         else:
@@ -177,9 +186,9 @@ class Engine:
         """
         row = 0
         while True:
-            started = time.perf_counter()
+            started = run.trace.lap()
             logits: NDArray[np.float32] = self._model.project([row])[0]
-            self._cost.observe_project(time.perf_counter() - started)
+            self._cost.observe_project(run.trace.mark("project", started) - started)
             step = run.step(logits)
             yield step, row
             if step.finish_reason is not None:
@@ -263,6 +272,7 @@ class _Run:
     temperature: float
     stats: RunStats
     cancelled: Callable[[], bool]
+    trace: _Trace
     drafted_s: float = 0.0  # in this cycle
 
     def step(self, logits: NDArray[np.float32]) -> Step:
@@ -298,6 +308,44 @@ class _Clock:
 
     def _now(self) -> tuple[float, float]:
         return time.perf_counter(), self._store.stats.stall_s
+
+
+class _Trace:
+    """Marks of the cycle under way, kept where somebody wants to be told of it."""
+
+    def __init__(self, model: Model, store: Store, on_cycle: Callable[[Cycle], None] | None) -> None:
+        self.drafted = 0
+        self._model, self._store, self._on_cycle = model, store, on_cycle
+        self._marks: list[Mark] = []
+        self._started = self._lap = self._compute_s = 0.0
+
+    def begin(self) -> None:
+        """A cycle begins."""
+        self._marks, self.drafted = [], 0
+        self._started = self.lap()
+
+    def lap(self) -> float:
+        """The time, from which the next layer counts."""
+        self._lap, self._compute_s = time.perf_counter(), self._model.stats.layers_s
+        return self._lap
+
+    def mark(self, what: Literal["draft", "layer", "project"], start: float, compute_s: float = 0.0) -> float:
+        """Something has been done since `start`; the time."""
+        now = time.perf_counter()
+        if self._on_cycle is not None:
+            self._marks.append(Mark(what, start, now, compute_s, self._store.stats.read_bytes))
+        return now
+
+    def layer(self) -> None:
+        """The target has done a layer."""
+        if self._on_cycle is not None:
+            self.mark("layer", self._lap, self._model.stats.layers_s - self._compute_s)
+            self.lap()
+
+    def end(self, tree: DraftTree, rows: TreeRows, accepted: Sequence[int]) -> None:
+        """The cycle has ended."""
+        if self._on_cycle is not None:
+            self._on_cycle(Cycle(tree, rows, tuple(accepted), self.drafted, self._started, tuple(self._marks)))
 
 
 class _Figures:

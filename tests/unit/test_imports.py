@@ -15,7 +15,7 @@ ROOT = Path(lever.__file__).parent
 RANKS = (
     {"errors", "linux", "owner"},
     {"pages", "settings", "memory", "machine", "stats", "threads", "gguf", "text", "tree", "cost", "cycle_cost"},
-    {"ggml", "arch", "tokenizer", "sample", "policies"},
+    {"ggml", "arch", "tokenizer", "sample", "policies", "trace"},
     {"chat", "weights", "kv_cache"},
     {"transformer"},
     {"workspace"},
