@@ -17,6 +17,7 @@ from lever.weights.image import Image
 PART = "draft"  # of the plan of its target
 TREE_ROWS = 48  # of a pass over the target, at most
 NODES = 128  # of a tree that the draft has expanded, at most
+STEPS = 6  # graphs that it keeps: for one, two and four nodes, and as many at the border of two lengths of context
 BATCH = 128  # tokens of a prompt that it reads at once
 
 
@@ -40,6 +41,7 @@ class Companion(Owner):
             n_batch=BATCH,
             n_logits=8,
             n_tree=TREE_ROWS,
+            n_steps=STEPS,
             layout="auto" if Image.of(gguf) is not None else "repacked",
         )
 

@@ -6,7 +6,7 @@ see its ancestors alone. Nothing here has to be exact: the target's own draw dec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from lever.model import Model
 from lever.tree import IN_TEXT, DraftTree, Rerooted
 
 CANDIDATES = 8  # behind each node; more add rows that are hardly ever reached
+NEAR = 12.0  # logits below the best: there are a few of these, or few that matter
 LEAST_TEMPERATURE = 1e-4  # as good as none, and no quotient of logits by it overflows
 
 
@@ -24,6 +25,7 @@ class Draft:
     def __init__(self, model: Model, n_candidates: int = CANDIDATES) -> None:
         self.model = model
         self._n_candidates = n_candidates
+        self._most_in_step = model.shape.n_logits if model.shape.n_steps else 0  # more nodes go layer by layer
         self._text: list[int] = []  # in the cache
         self._seen: list[list[int]] = []  # of each row behind the text: the rows that it sees, its own last
 
@@ -38,13 +40,18 @@ class Draft:
             assert len(self._text) == len(text)
             return
         self._go_back_to(_common_prefix(self._text, text, len(text) - 1))
-        n_batch = self.model.shape.n_batch
-        for start in range(len(self._text), len(text), n_batch):
-            part = text[start : start + n_batch]
+        n_batch, n_step = self.model.shape.n_batch, self._most_in_step
+        while (n := len(text) - len(self._text)) > n_step:
+            part = text[len(self._text) : len(self._text) + n_batch]
             self.model.forward(part)
             self._text += part
-        (found,) = self._candidates([len(part) - 1], temperature)
-        tree.expand(0, IN_TEXT, found)
+        if n:
+            logits = self.model.step(text[-n:], 0, range(1, n + 1), np.tri(n, dtype=bool))[n - 1]
+            self.model.kv.gather(range(n), n)
+            self._text += text[-n:]
+        else:
+            (logits,) = self.model.project([len(part) - 1])
+        tree.expand(0, IN_TEXT, self._likeliest(logits, temperature))
 
     def expand(self, tree: DraftTree, nodes: Sequence[int], temperature: float) -> None:
         """Ask what follows these nodes, in one pass; their parents are expanded."""
@@ -55,10 +62,9 @@ class Draft:
             ancestors = self._seen[tree.slots[parent]] if parent else []
             self._seen.append([*ancestors, first + row])
             visible[row, self._seen[-1]] = True
-        self.model.forward_nodes([tree.tokens[n] for n in nodes], first, [tree.depths[n] for n in nodes], visible)
-        rows = range(len(nodes))
-        for row, (node, found) in enumerate(zip(nodes, self._candidates(rows, temperature), strict=True)):
-            tree.expand(node, first + row, found)
+        tokens, depths = [tree.tokens[node] for node in nodes], [tree.depths[node] for node in nodes]
+        for row, (node, logits) in enumerate(zip(nodes, self._logits(tokens, first, depths, visible), strict=True)):
+            tree.expand(node, first + row, self._likeliest(logits, temperature))
 
     def follow(self, rerooted: Rerooted, new_text: Sequence[int]) -> None:
         """The target has gone on: `new_text` tokens, of which the draft has seen the first few."""
@@ -75,14 +81,20 @@ class Draft:
         del self._text[length:]
         self.model.kv.truncate(length)
 
-    def _candidates(self, rows: Sequence[int], temperature: float) -> list[list[tuple[int, float]]]:
-        """The most probable tokens behind each row, with their probabilities."""
-        found = []
-        step = self.model.shape.n_logits
-        for start in range(0, len(rows), step):
-            for logits in self.model.project(rows[start : start + step]):
-                found.append(likeliest(logits, self._n_candidates, temperature))
-        return found
+    def _logits(
+        self, tokens: Sequence[int], first: int, depths: Sequence[int], visible: NDArray[np.bool_]
+    ) -> Iterator[NDArray[np.float32]]:
+        """Logits behind each of these nodes in turn, as of `Model.forward_nodes`."""
+        if len(tokens) <= self._most_in_step:
+            yield from self.model.step(tokens, first, depths, visible)
+            return
+        self.model.forward_nodes(tokens, first, depths, visible)
+        width = self.model.shape.n_logits
+        for start in range(0, len(tokens), width):
+            yield from self.model.project(range(start, min(start + width, len(tokens))))
+
+    def _likeliest(self, logits: NDArray[np.float32], temperature: float) -> list[tuple[int, float]]:
+        return likeliest(logits, self._n_candidates, temperature)
 
 
 def likeliest(logits: NDArray[np.float32], n: int, temperature: float) -> list[tuple[int, float]]:
@@ -96,9 +108,13 @@ def likeliest(logits: NDArray[np.float32], n: int, temperature: float) -> list[t
     below_best = logits - best
     if temperature > 0:
         below_best /= np.float32(max(temperature, LEAST_TEMPERATURE))
-    top = np.argpartition(below_best, -n)[-n:]
-    top = top[np.argsort(-below_best[top], kind="stable")]
-    shares = np.exp(below_best)
+    near = np.flatnonzero(below_best > -NEAR)  # a partition of the whole vocabulary takes ten times as long
+    if len(near) < n:
+        near = np.arange(len(logits))
+    if len(near) > n:
+        near = near[np.argpartition(below_best[near], -n)[-n:]]
+    top = near[np.argsort(-below_best[near], kind="stable")]
+    shares = np.exp(below_best, out=below_best)
     total = float(shares.sum())
     return [(int(token), float(shares[token]) / total) for token in top]
 

@@ -48,7 +48,7 @@ class TypeInfo:
     nbytes: int
 
 
-F32, F16, I32, BF16 = 0, 1, 26, 30
+F32, F16, I32, I64, BF16 = 0, 1, 26, 27, 30
 # Ids from enum ggml_type in ggml.h, sizes from the block structs in ggml-common.h, both of ggml 0.20.2.
 # Ids 4, 5, 31 to 33 and 36 to 38 were withdrawn and may not appear in a file.
 TYPES: Mapping[int, TypeInfo] = MappingProxyType(

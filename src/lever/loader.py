@@ -19,6 +19,7 @@ from lever.model import Model
 from lever.owner import Owner
 from lever.pages import PAGE
 from lever.sizing import compute_nbytes
+from lever.steps import Steps
 from lever.weights.embedding import EmbeddingRows
 from lever.weights.image import Image
 from lever.weights.plan import PINNED, PROJECTION, SMALL, ModelUnits, Plan, make_plan, model_units
@@ -52,6 +53,7 @@ class ModelSettings:
     n_slots: int = MIN_SLOTS  # units that the ring holds
     n_logits: int = 4  # rows whose logits are held at once
     n_tree: int = 0  # rows of a tree that one pass checks; 0: no trees
+    n_steps: int = 0  # graphs of whole passes that are kept, where all is in memory; 0: none
     block: int = BLOCK  # bytes of one read
     depth: int = DEPTH  # reads in flight
     start_threads: int | None = None  # of the first passes for a token; None: one when anything is streamed
@@ -74,6 +76,8 @@ class ModelSettings:
         ):
             if not sound:
                 raise UsageError(f"{name} is {value}: it must be {allowed}")
+        if self.n_steps and pin != 100:
+            raise UsageError("whole passes are only kept of a model that is all in memory: pin 100")
         if self.layout == "repacked" and pin not in (None, 100):
             raise UsageError(f"the repacked layout keeps all layers in DRAM: leave out --pin {pin:g}")
 
@@ -226,7 +230,9 @@ def plan(
     units = model_units(gguf, config, CheckedFile.grain if image is not None else PAGE)
     release_unused()
     while True:
-        shape = ModelShape(n_ctx, min(settings.n_batch, n_ctx), settings.n_logits, settings.n_tree, multiple)
+        shape = ModelShape(
+            n_ctx, min(settings.n_batch, n_ctx), settings.n_logits, settings.n_tree, settings.n_steps, multiple
+        )
         fixed = {PYTHON: (rss_bytes() if python is None else python) + PYTHON_GROWTH, **beside}
         fixed |= _fixed_parts(ggml, gguf, config, units, settings, shape)
         try:
@@ -251,6 +257,7 @@ def _fixed_parts(
         BUFFERS: Workspace.nbytes(config, shape)
         + EmbeddingRows.nbytes(table, shape.graph_rows, units.grain)
         + compute_nbytes(ggml, config, units, shape, settings.n_threads)
+        + (Steps.nbytes(ggml, config, units, shape) if shape.n_steps else 0)
         + (2 * checksums.nbytes if checksums is not None else 0),
     }
 

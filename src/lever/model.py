@@ -17,6 +17,7 @@ from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE, KVCache
 from lever.owner import Owner
 from lever.pages import round_up
 from lever.sizing import wide_graphs
+from lever.steps import Steps
 from lever.transformer import F32_BYTES, Rows, Run, Transformer, graph_nodes, graph_tensors
 from lever.weights.embedding import EmbeddingRows
 from lever.weights.plan import ModelUnits
@@ -71,6 +72,7 @@ class Model(Owner):
             self._allocator = stack.enter_context(GraphAllocator(ggml))
             for graph in wide_graphs(ggml, config, units, shape):
                 self._allocator.reserve(graph)
+            self._steps = stack.enter_context(self._open_steps(weights)) if shape.n_steps else None
             self._cleanup = stack.pop_all()
 
     @property
@@ -121,16 +123,33 @@ class Model(Owner):
         distance from the text's last token. visible [n, first + n]: which of the rows behind the text each row sees,
         its own among them; all see the text. Not bit-equal to plain decoding: keys lie in another order.
         """
-        n, length = len(tokens), self.kv.length
-        assert 0 < n <= self.shape.n_tree
+        assert 0 < len(tokens) <= self.shape.n_tree
         self._require_open()
+        self._pass(tokens, (self._nodes_block(first, depths, visible),), lambda _layer: None)
+
+    def step(
+        self, tokens: Sequence[int], first: int, depths: Sequence[int], visible: NDArray[np.bool_]
+    ) -> NDArray[np.float32]:
+        """As `forward_nodes`, and the logits [len(tokens), n_vocab] of all rows, in one graph: of a model that has them
+        (`ModelShape.n_steps`), for up to n_logits tokens. The next call overwrites the array.
+        """
+        assert self._steps is not None
+        assert 0 < len(tokens) <= self.shape.n_logits
+        self._require_open()
+        block = self._nodes_block(first, depths, visible)
+        self._load_ids(tokens, block)
+        self.stats.layers_s += self._steps.run(block)
+        logits: NDArray[np.float32] = self._workspace.logits_array[: len(tokens)]
+        return logits
+
+    def _nodes_block(self, first: int, depths: Sequence[int], visible: NDArray[np.bool_]) -> Block:
+        n, length = len(depths), self.kv.length
         self.kv.require(first + n)
         slots = tuple(range(length + first, length + first + n))
         positions = tuple(length - 1 + depth for depth in depths)
         seen = np.concatenate([np.ones((n, length), bool), visible], axis=1)
         n_kv = round_up(length + first + n, SLOT_MULTIPLE)
-        block = Block(0, n, self.shape.padded(n), slots, n_kv, positions=positions, visible=seen)
-        self._pass(tokens, (block,), lambda _layer: None)
+        return Block(0, n, self.shape.padded(n), slots, n_kv, positions=positions, visible=seen)
 
     def _pass(self, tokens: Sequence[int], blocks: Sequence[Block], after_layer: Callable[[int], None]) -> None:
         for block in blocks:
@@ -179,6 +198,20 @@ class Model(Owner):
         self._closed = True
         self._cleanup.close()
 
+    def _open_steps(self, weights: Weights) -> Steps:
+        return Steps(
+            self._ggml,
+            self.config,
+            self._units,
+            weights,
+            self.shape,
+            self._workspace,
+            self.kv,
+            self._backend,
+            self._allocator,
+            self._small,
+        )
+
     def _require_open(self) -> None:
         if self._closed:
             raise LeverError("the model is closed: open it again to go on")
@@ -201,12 +234,16 @@ class Model(Owner):
             runs.append(Run(first, end - first, slots[first], min(first, m - width), width))
         return Block(0, n, m, slots, round_up(max(slots) + 1, SLOT_MULTIPLE), tuple(runs))
 
-    def _embed(self, tokens: Sequence[int], block: Block) -> None:
-        space = self._workspace
+    def _load_ids(self, tokens: Sequence[int], block: Block) -> None:
+        """The tokens' rows of the embedding table, and which of them each row of the block is."""
         started = time.perf_counter()
         where = self._embedding.load(tokens)
         self.stats.embedding_s += time.perf_counter() - started
-        space.ids_array[: block.m] = np.pad(where, (0, block.m - block.n), "edge")
+        self._workspace.ids_array[: block.m] = np.pad(where, (0, block.m - block.n), "edge")
+
+    def _embed(self, tokens: Sequence[int], block: Block) -> None:
+        space = self._workspace
+        self._load_ids(tokens, block)
         hidden = self._begin(space.hidden, block.m, block.start)
         ids = self._ggml.view_1d(self._context.handle, space.ids, block.m, 0)
         self.stats.layers_s += self._run(self._transformer.embed(self._context, space.table, ids, hidden))

@@ -7,10 +7,19 @@ from contextlib import ExitStack
 
 from lever.arch import ModelConfig
 from lever.ggml import Buffer, Context, GraphAllocator, Library
-from lever.gguf import F16, F32, I32
+from lever.gguf import F16, F32, I32, I64
 from lever.kv_cache import SLOT_MULTIPLE, LayerKV
 from lever.pages import PAGE
-from lever.transformer import F32_BYTES, Rows, Run, Transformer, graph_nodes, graph_tensors
+from lever.transformer import (
+    F32_BYTES,
+    Rows,
+    Run,
+    Transformer,
+    graph_nodes,
+    graph_tensors,
+    of_layer,
+    step_nodes,
+)
 from lever.weights.plan import ModelUnits
 from lever.weights.tensors import overlay
 from lever.workspace import ModelShape
@@ -27,12 +36,12 @@ def compute_nbytes(ggml: Library, config: ModelConfig, units: ModelUnits, shape:
 
 
 def wide_graphs(ggml: Library, config: ModelConfig, units: ModelUnits, shape: ModelShape) -> Iterator[int]:
-    """Every graph of as many rows as there can be: a layer for each length of context, and a projection.
+    """Every graph of as many rows as there can be: a layer for each length of context, a projection, a whole pass.
 
     A longer context does not always take more memory, so all are tried. They lie over addresses that are never read;
     each is valid until the next.
     """
-    m, n_tree = shape.graph_rows, shape.n_tree
+    m, n_tree, n_logits = shape.graph_rows, shape.n_tree, shape.padded(shape.n_logits)
     n_slots, transformer = shape.n_slots, Transformer(ggml, config)
     with ExitStack() as stack:
         buffer = stack.enter_context(Buffer(ggml, PAGE, 1 << 46))
@@ -45,8 +54,11 @@ def wide_graphs(ggml: Library, config: ModelConfig, units: ModelUnits, shape: Mo
         def tensor(kind: int, length: int, rows: int, owner: Context = inputs) -> int:
             return buffer.place(ggml.new_tensor_2d(owner.handle, kind, length, rows), PAGE)
 
+        def vector(kind: int, length: int, owner: Context = inputs) -> int:
+            return buffer.place(ggml.new_tensor_1d(owner.handle, kind, length), PAGE)
+
         hidden = tensor(F32, config.n_embd, m)
-        positions = buffer.place(ggml.new_tensor_1d(inputs.handle, I32, m), PAGE)
+        positions = vector(I32, m)
         nodes = [tensor(F16, config.n_embd_kv, n_tree) for _ in range(2 if n_tree else 0)]
         kv = LayerKV(tensor(F16, config.n_embd_kv, n_slots), tensor(F16, n_slots, config.n_embd_kv), *nodes)
         mixed = tensor(F32, config.n_heads * config.head_dim, m)
@@ -62,6 +74,17 @@ def wide_graphs(ggml: Library, config: ModelConfig, units: ModelUnits, shape: Mo
                 rows = Rows(hidden, positions, mask, n_tree, m, 0, n_kv, runs, mixed)
                 yield transformer.layer(context, 0, weights, None, kv, n_slots, rows)
         context.reset()
-        band, n_logits = max(units.band_rows), shape.padded(shape.n_logits)
+        band = max(units.band_rows)
         chosen, logits = tensor(F32, config.n_embd, n_logits), tensor(F32, band, n_logits)
         yield transformer.project(context, chosen, matrix, logits)
+        if shape.n_steps:
+            n_nodes = step_nodes(config.n_layers, len(units.projection))
+            whole = stack.enter_context(Context(ggml, n_nodes + 8, n_nodes))
+            slots = vector(I64, n_logits, whole), vector(I64, n_logits * config.n_embd_kv, whole)
+            ids, mask = vector(I32, n_logits, whole), tensor(F16, n_slots, n_logits, whole)
+            rows = Rows(0, ids, mask, n_logits, n_logits, 0, n_slots, (), 0, *slots)
+            table, norm = tensor(F32, config.n_embd, n_logits, whole), vector(F32, config.n_embd, whole)
+            layers, caches = [of_layer(weights, 0)] * config.n_layers, [kv] * config.n_layers
+            bands = [(matrix, count) for count in units.band_rows if count == band]  # the last one may be smaller
+            logits = tensor(F32, config.n_vocab, n_logits, whole)
+            yield transformer.step(whole, table, ids, layers, None, caches, n_slots, rows, norm, bands, logits)

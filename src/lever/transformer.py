@@ -8,7 +8,7 @@ which tiles rows and splits the context by threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lever.arch import ModelConfig
@@ -29,6 +29,17 @@ def graph_nodes(n_runs: int) -> int:
 def graph_tensors(n_runs: int) -> int:
     """Tensors: nodes, and the views and inputs that are not nodes."""
     return 2 * graph_nodes(n_runs)
+
+
+def step_nodes(n_layers: int, n_bands: int) -> int:
+    """Nodes, and tensors, that the graph of a whole pass may have."""
+    return NODES * (n_layers + 1) + 4 * n_bands
+
+
+def of_layer(weights: Mapping[str, int], layer: int) -> dict[str, int]:
+    """A layer's weights by their names without its number."""
+    prefix = f"blk.{layer}."
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
 
 
 ROPE_NORMAL, ROPE_NEOX = 0, 2  # GGML_ROPE_TYPE_* of ggml.h
@@ -57,6 +68,9 @@ class Rows:
     over the slots 0 to n_kv - 1.
 
     Rows of a tree have `runs`, depth-first, and `mixed`, F32 [n_heads * head_dim, m], for what attention gives.
+
+    Where a graph is kept for steps at other places, `key_places`, I64 [n], and `value_places`, I64 [n * n_embd_kv], say
+    where keys and values go: rows of the keys, numbers of the values.
     """
 
     hidden: int
@@ -68,6 +82,8 @@ class Rows:
     n_kv: int
     runs: tuple[Run, ...] = ()
     mixed: int = 0
+    key_places: int = 0
+    value_places: int = 0
 
 
 class Transformer:
@@ -95,10 +111,57 @@ class Transformer:
         rows: Rows,
     ) -> int:
         """One layer over `rows`: their keys and values into the cache, then hidden states in place."""
-        ggml, ctx, prefix = self._ggml, context.handle, f"blk.{layer}."
-        w = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
         graph = context.new_graph()
-        x = self._norm(ctx, rows.hidden, w["attn_norm.weight"])
+        x = self._layer(context.handle, graph, of_layer(weights, layer), rope_freqs, kv, n_slots, rows.hidden, rows)
+        self._ggml.build_forward_expand(graph, self._ggml.cpy(context.handle, x, rows.hidden))
+        return graph
+
+    def step(
+        self,
+        context: Context,
+        table: int,
+        ids: int,
+        layers: Sequence[Mapping[str, int]],
+        rope_freqs: int | None,
+        kv: Sequence[LayerKV],
+        n_slots: int,
+        rows: Rows,
+        norm: int,
+        bands: Sequence[tuple[int, int]],
+        logits: int,
+    ) -> int:
+        """A whole pass in one graph: embed, all layers, and the logits of all rows, F32 [n_vocab, m].
+
+        `layers`: weights as of `of_layer`; `bands`: of the output projection, each [n_embd, tokens], and its tokens.
+        `rows.hidden` is not used. The graph may be computed again and again, with other ids, positions, places, masks.
+        """
+        ggml, ctx = self._ggml, context.handle
+        graph = context.new_graph()
+        x = ggml.get_rows(ctx, table, ids)
+        for weights, cache in zip(layers, kv, strict=True):
+            x = self._layer(ctx, graph, weights, rope_freqs, cache, n_slots, x, rows)
+        x, first, row = self._norm(ctx, x, norm), 0, F32_BYTES * self._config.n_vocab
+        for band, n_tokens in bands:
+            product = ggml.mul_mat(ctx, band, x)
+            place = ggml.view_2d(ctx, logits, n_tokens, rows.m, row, F32_BYTES * first)
+            ggml.build_forward_expand(graph, ggml.cpy(ctx, product, place))
+            first += n_tokens
+        return graph
+
+    def _layer(
+        self,
+        ctx: int,
+        graph: int,
+        w: Mapping[str, int],
+        rope_freqs: int | None,
+        kv: LayerKV,
+        n_slots: int,
+        hidden: int,
+        rows: Rows,
+    ) -> int:
+        """Hidden states [n_embd, m] after a layer, from those before it."""
+        ggml = self._ggml
+        x = self._norm(ctx, hidden, w["attn_norm.weight"])
         queries, keys, values = self._heads(ctx, w, rope_freqs, x, rows)
         if rows.runs:
             x = self._tree_attention(ctx, graph, kv, n_slots, queries, keys, values, rows)
@@ -106,12 +169,11 @@ class Transformer:
             self._store(ctx, graph, kv, n_slots, keys, values, rows)
             x = self._attend(ctx, *self._wide(ctx, kv, n_slots, rows.n_kv), queries, rows.mask, rows.m)
         x = self._linear(ctx, w, "attn_output", x)
-        residual = ggml.add(ctx, x, rows.hidden)
+        residual = ggml.add(ctx, x, hidden)
         x = self._norm(ctx, residual, w["ffn_norm.weight"])
         x = ggml.swiglu_split(ctx, self._linear(ctx, w, "ffn_gate", x), self._linear(ctx, w, "ffn_up", x))
-        x = ggml.add(ctx, self._linear(ctx, w, "ffn_down", x), residual)
-        ggml.build_forward_expand(graph, ggml.cpy(ctx, x, rows.hidden))
-        return graph
+        after: int = ggml.add(ctx, self._linear(ctx, w, "ffn_down", x), residual)
+        return after
 
     def final_norm(self, context: Context, hidden: int, weight: int) -> int:
         """The norm before the output projection: F32 [n_embd, m], in place."""
@@ -149,6 +211,12 @@ class Transformer:
         ggml, width = self._ggml, self._config.n_embd_kv
         key_row, value_row = F16_BYTES * width, F16_BYTES * n_slots
         new_keys = ggml.view_2d(ctx, keys, width, rows.n, F32_BYTES * width, 0)
+        if rows.key_places:
+            ggml.build_forward_expand(graph, ggml.set_rows(ctx, kv.keys, new_keys, rows.key_places))
+            new_values = ggml.view_2d(ctx, values, 1, width * rows.n, F32_BYTES, 0)
+            each_value = ggml.reshape_2d(ctx, kv.values, 1, n_slots * width)
+            ggml.build_forward_expand(graph, ggml.set_rows(ctx, each_value, new_values, rows.value_places))
+            return
         key_slots = ggml.view_2d(ctx, kv.keys, width, rows.n, key_row, rows.first_slot * key_row)
         ggml.build_forward_expand(graph, ggml.cpy(ctx, new_keys, key_slots))
         new_values = ggml.view_2d(ctx, values, width, rows.n, F32_BYTES * width, 0)

@@ -30,6 +30,7 @@ class ModelShape:
     n_batch: int = 512  # rows of one pass over the layers
     n_logits: int = 4  # rows whose logits are held at once
     n_tree: int = 0  # rows of a tree at most; 0: no trees
+    n_steps: int = 0  # graphs of whole passes that are kept, of a model that is all in memory (`lever.steps`)
     row_multiple: int = 4  # graphs have a multiple of so many rows (`lever.ggml.probe`)
 
     @property

@@ -102,15 +102,17 @@ class Drafting:
         assert expected.min() >= (1 - TOLERANCE) * np.delete(shares, list(children)).max()
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3, whole steps"])
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     shape: dict[str, dict[str, Any]] = {
         "llama": {"type": "F32", "rope_freqs": True},
         "qwen3": {"arch": "qwen3", "head_dim": 128, "type": "F32"},
     }
     path = tmp_path_factory.mktemp("draft") / "tiny.gguf"
-    tiny.tiny_model(path, n_layers=3, n_ff=256, **shape[request.param])
-    with open_tiny(path, n_tree=N_TREE, n_logits=4, n_batch=64, pin_percent=100) as drafting:  # noqa: SIM117
+    kind, _, whole = request.param.partition(", ")
+    tiny.tiny_model(path, n_layers=3, n_ff=256, **shape[kind])
+    n_steps = 2 if whole else 0  # so few that graphs are built anew again and again
+    with open_tiny(path, n_tree=N_TREE, n_logits=4, n_batch=64, pin_percent=100, n_steps=n_steps) as drafting:  # noqa: SIM117
         with open_tiny(path, pin_percent=100) as plain:
             yield drafting, plain
 

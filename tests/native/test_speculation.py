@@ -39,17 +39,16 @@ NO_END: frozenset[int] = frozenset()
 class Contrary(Draft):
     """Its first choice is always wrong where the right one is its own: the two likeliest tokens change places."""
 
-    def _candidates(self, rows: Sequence[int], temperature: float) -> list[list[tuple[int, float]]]:
-        found = super()._candidates(rows, temperature)
-        return [[(second, p), (first, q), *others] for (first, p), (second, q), *others in found]
+    def _likeliest(self, logits: NDArray[np.float32], temperature: float) -> list[tuple[int, float]]:
+        (first, p), (second, q), *others = super()._likeliest(logits, temperature)
+        return [(second, p), (first, q), *others]
 
 
 class Damaged(Draft):
     """Its weights are broken: it says nothing of any node."""
 
-    def _candidates(self, rows: Sequence[int], temperature: float) -> list[list[tuple[int, float]]]:
-        self.model._workspace.hidden_array[:] = np.nan
-        return super()._candidates(rows, temperature)
+    def _likeliest(self, logits: NDArray[np.float32], temperature: float) -> list[tuple[int, float]]:
+        return super()._likeliest(np.full_like(logits, np.nan), temperature)
 
 
 def whims(seed: int) -> Preset:
@@ -177,7 +176,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
     path = tiny.tiny_model(folder / "target.gguf", **shape)
     other = tiny.tiny_model(folder / "draft.gguf", **shape | {"n_layers": 1, "seed": 3, "type": "Q8_0"})
     with ExitStack() as stack:
-        pinned: dict[str, Any] = {"pin_percent": 100, "n_tree": N_TREE, "n_logits": 4}
+        pinned: dict[str, Any] = {"pin_percent": 100, "n_tree": N_TREE, "n_logits": 4, "n_steps": 3}
         yield Models(
             path,
             stack.enter_context(open_tiny(path, n_tree=N_TREE, n_logits=1)),
@@ -446,10 +445,10 @@ def test_a_candidate_at_which_the_target_overflows_spoils_no_row_beside_it(tmp_p
     class Spoiler(Draft):
         """Says token 7 where a choice of its own was: the third, or in a chain the first."""
 
-        def _candidates(self, rows: Sequence[int], temperature: float) -> list[list[tuple[int, float]]]:
-            found = super()._candidates(rows, temperature)
+        def _likeliest(self, logits: NDArray[np.float32], temperature: float) -> list[tuple[int, float]]:
+            found = super()._likeliest(logits, temperature)
             place = 0 if policy.name == "chain-sd" else 2
-            return [[*each[:place], (7, each[place][1]), *each[place + 1 :]] if each else [] for each in found]
+            return [*found[:place], (7, found[place][1]), *found[place + 1 :]] if found else []
 
     path = overflowing(tmp_path / "tiny.gguf")
     settings: dict[str, Any] = {"pin_percent": 100, "n_tree": N_TREE}

@@ -20,6 +20,7 @@ RANKS = (
     {"transformer"},
     {"workspace"},
     {"sizing"},
+    {"steps"},
     {"model"},
     {"loader", "draft"},
     {"companion"},

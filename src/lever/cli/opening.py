@@ -46,7 +46,7 @@ def open_path(reference: str, progress: Bar, *, use_image: bool, offline: bool, 
 
 
 def open_draft(reference: str, settings: ModelSettings, progress: Bar, *, offline: bool, quiet: bool) -> Path:
-    """The draft's flash image, made now if the cache has none: in Q4_0, since a draft cannot change the text."""
+    """The draft's flash image, made now if the cache has none: all of it in Q4_0, since it cannot change the text."""
     resolved = resolve(reference, offline=offline, progress=progress)
     header = gguf.read(resolved.path)
     if Image.of(header) is not None:
@@ -55,14 +55,14 @@ def open_draft(reference: str, settings: ModelSettings, progress: Bar, *, offlin
     if found is not None and found.problem is None:
         return found.path
     if not quiet:
-        note(f"preparing the draft {reference}, once (lever pack {reference} --type q4_0)")
+        note(f"preparing the draft {reference}, once")
     path = image_path(resolved.path)
     with exclusive(path.stem, progress):
         pack(
             header,
             ModelConfig.from_gguf(header),
             path,
-            PackSettings(type="q4_0", dram=settings.dram, n_threads=settings.n_threads),
+            PackSettings(type="q4_0", output="q4_0", dram=settings.dram, n_threads=settings.n_threads),
             name=reference,
             sha256=steady_sha256(resolved.path, progress),
             progress=progress,

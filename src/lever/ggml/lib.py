@@ -66,6 +66,7 @@ _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_view_1d": (P, (P, P, c_int64, c_size_t)),
     "ggml_view_2d": (P, (P, P, c_int64, c_int64, c_size_t, c_size_t)),
     "ggml_view_3d": (P, (P, P, c_int64, c_int64, c_int64, c_size_t, c_size_t, c_size_t)),
+    "ggml_reshape_2d": (P, (P, P, c_int64, c_int64)),
     "ggml_reshape_3d": (P, (P, P, c_int64, c_int64, c_int64)),
     "ggml_permute": (P, (P, P, c_int, c_int, c_int, c_int)),
     "ggml_transpose": (P, (P, P)),
@@ -74,6 +75,7 @@ _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_cast": (P, (P, P, c_int)),
     # operations
     "ggml_get_rows": (P, (P, P, P)),
+    "ggml_set_rows": (P, (P, P, P, P)),
     "ggml_add": (P, (P, P, P)),
     "ggml_mul": (P, (P, P, P)),
     "ggml_mul_mat": (P, (P, P, P)),
