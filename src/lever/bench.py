@@ -35,6 +35,7 @@ from lever.weights.reader import DirectFile
 
 PLAIN, OURS = "flash-ar", "lever"  # presets that all others are compared with
 ALL = "all"  # in the place of a domain
+IN_RAM = " in RAM"  # how the name of another program ends that has all it wants; not said where it is a measure
 RAW_BYTES = 64 << 20  # of memory to read into: what stays in the processor's cache gives a rate that nobody else has
 RAW_S = 0.4
 
@@ -98,6 +99,8 @@ def _prompt(where: str, line: bytes) -> Prompt:
     texts = [text for key in ("id", "domain", "prompt") if isinstance(text := fields.get(key), str) and text.strip()]
     if len(texts) < 3:
         raise UsageError(f"{where} is no object with the texts id, domain and prompt")
+    if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):
+        raise UsageError(f"{where} has half of a character: JSON writes one beyond \\uffff as two of its escapes")
     return Prompt(*texts)
 
 
@@ -404,7 +407,8 @@ def ratios(table: Sequence[Row]) -> dict[str, float]:
             speeds.setdefault(row.preset, {})[row.domain] = row.tokens_per_s
     pairs = [(OURS, name) for name in speeds if name != OURS and OURS in speeds]
     pairs += [(name, PLAIN) for name in speeds if name not in (OURS, PLAIN) and PLAIN in speeds]
-    return {f"{a}/{b}": mean for a, b in pairs if (mean := _mean_ratio(speeds[a], speeds[b])) is not None}
+    means = {pair: _mean_ratio(*(speeds[name] for name in pair)) for pair in pairs}
+    return {"/".join(n.removesuffix(IN_RAM) for n in pair): mean for pair, mean in means.items() if mean is not None}
 
 
 def _mean_ratio(a: Mapping[str, float], b: Mapping[str, float]) -> float | None:

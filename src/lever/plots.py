@@ -93,7 +93,11 @@ def _draw_cycle(work: Axes, reads: Axes, cycle: Cycle) -> None:
             if mark.what == what:
                 seconds = mark.compute_s if what == "layer" else mark.end - mark.start
                 spans.append((mark.end - seconds - cycle.started, seconds))
+        if what == "draft":  # it begins by reading what is new of the text
+            spans.insert(0, (0.0, cycle.marks[0].start - cycle.started))
         work.broken_barh(spans, (lane - 0.4, 0.8), color=f"C{lane}")
+    work.set_xlim(left=0)
+    work.set_ylim(-0.5, 2.5)
     work.set_yticks(list(lanes.values()), ["logits", "compute", "draft"])
     work.set(title=f"one cycle: {len(cycle.rows.nodes)} rows, {len(cycle.accepted) + 1} tokens")
     times = [mark.end - cycle.started for mark in cycle.marks]

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lever import bench
-from lever.bench import PLAIN, RAW_BYTES, Comparison, PresetWay, Prompt, RawReads, Request, Row, Way
+from lever.bench import IN_RAM, PLAIN, RAW_BYTES, Comparison, PresetWay, Prompt, RawReads, Request, Row, Way
 from lever.cli import answer
 from lever.cli.answer import Question
 from lever.cli.console import Bar, bar, complain, note, printable, write_json, write_table
@@ -33,7 +33,6 @@ from lever.policies import preset
 from lever.profile import identity_of
 from lever.trace import Cycle
 
-IN_RAM = f"{LLAMA_CPP} in RAM"
 DIFFERENT = 1
 
 
@@ -226,7 +225,7 @@ def _peers(
         return path
 
     plain = PeerModel(source(asked.model), None, n_ctx, llm.loaded.n_threads)
-    wanted: list[tuple[str, PeerModel, int | None]] = [(IN_RAM, plain, None)]
+    wanted: list[tuple[str, PeerModel, int | None]] = [(f"{LLAMA_CPP}{IN_RAM}", plain, None)]
     if asked.cage is not None:
         draft = source(llm.draft_name) if llm.draft_name is not None else None
         name = f"{LLAMA_CPP} in {asked.cage.words}{' with draft' if draft is not None else ''}"
