@@ -37,7 +37,7 @@ PLAIN, OURS = "flash-ar", "lever"  # presets that all others are compared with
 ALL = "all"  # in the place of a domain
 IN_RAM = " in RAM"  # how the name of another program ends that has all it wants; not said where it is a measure
 RAW_BYTES = 64 << 20  # of memory to read into: what stays in the processor's cache gives a rate that nobody else has
-RAW_S = 0.4
+RAW_S = 0.25
 
 
 # --- prompts ------------------------------------------------------------------------------------------------

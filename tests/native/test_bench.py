@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from lever.bench import Request
+from lever.errors import LeverError
+from lever.peer import LlamaCpp, PeerModel
+from lever.settings import SamplerSettings
 from tests.native.test_run import Lever, interrupt, one_line
 from tests.tiny import tiny_model
 
@@ -200,6 +204,26 @@ def test_a_cage_that_is_too_small_is_told_and_what_is_measured_is_not_lost(lever
     assert done.returncode == 1
     assert "was ended for want of memory: give it more with --peer-cage" in done.stderr.decode()
     assert json.loads(done.stdout)["prompts"] == []
+
+
+def test_a_server_that_is_killed_answers_with_one_line(folder: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    request = Request(max_new_tokens=4, sampler=SamplerSettings(temperature=0.0, seed=1))
+    with LlamaCpp("llama.cpp", PeerModel(folder / "target.gguf", None, 256, 1), request) as peer:
+        peer.wait()
+        assert len(peer.answer([1, 2, 3]).tokens) == 4
+        peer.kill()
+        with pytest.raises(LeverError, match=r"^llama.cpp ended with -9: "):
+            peer.answer([1, 2, 3])
+
+
+def test_a_file_that_llama_cpp_cannot_load_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    (tmp_path / "no.gguf").write_bytes(b"GGUF")
+    request = Request(max_new_tokens=4, sampler=SamplerSettings(temperature=0.0, seed=1))
+    peer = LlamaCpp("llama.cpp", PeerModel(tmp_path / "no.gguf", None, 256, 1), request)
+    with peer, pytest.raises(LeverError, match=r"^llama.cpp ended with 1: "):
+        peer.wait()
 
 
 def test_llama_cpp_is_not_given_a_flash_image(lever: Lever, folder: Path, tmp_path: Path) -> None:
