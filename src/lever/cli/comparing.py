@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,6 +33,8 @@ from lever.plots import draw_bench, require_matplotlib
 from lever.policies import preset
 from lever.profile import identity_of
 from lever.trace import Cycle
+
+log = logging.getLogger(__name__)
 
 DIFFERENT = 1
 
@@ -129,6 +132,8 @@ def _measure(
 ) -> _Measured:
     with ExitStack() as stack:
         llm = stack.enter_context(_open(asked, settings, output, progress))
+        if llm.template is None:
+            log.warning("the model has no chat template: going on from the bare text")
         prompts = [(prompt, _encode(llm, prompt)) for prompt in asked.prompts]
         for _, ids in prompts:
             llm.check(ids)
@@ -252,6 +257,7 @@ def _about(asked: Asked, llm: LLM, request: Request, settings: ModelSettings, us
             "layout": loaded.layout,
             "presets": list(asked.presets),
             "prompts": asked.prompts_name,
+            "chat_template": llm.template is not None,
             "rounds": asked.rounds,
             "max_new_tokens": request.max_new_tokens,
             "temperature": request.sampler.temperature,
