@@ -55,6 +55,7 @@ class Engine:
         self._store = store
         self._draft = draft
         self._policy = policy or preset("flash-ar" if draft is None else "lever")
+        self._threads = n_threads, start_threads
         self._cost = CycleCost(n_threads)
         self._layer_threads = ThreadChooser(n_threads, n_threads)
         # Streaming starts with one thread: it nearly always keeps up, and leaves the rest of the machine alone.
@@ -62,7 +63,16 @@ class Engine:
         self._pass_threads = ThreadChooser(start, n_threads)
         self._draft_threads = ThreadChooser(1, n_threads)
         self._cached: list[int] = []
-        self._request = 0  # the newest one; the model has one KV cache, so older ones cannot go on
+        # The newest one, in a list that engines beside each other share: with one KV cache, older ones cannot go on.
+        self._requests = [0]
+
+    def beside(self, policy: Preset) -> Engine:
+        """Another engine with the same model, draft and KV cache. It learns for itself what things cost; an answer of
+        either ends that of the other.
+        """
+        other = Engine(self._model, self._store, *self._threads, draft=self._draft, policy=policy)
+        other._cached, other._requests = self._cached, self._requests
+        return other
 
     def steps(
         self,
@@ -86,7 +96,7 @@ class Engine:
         LeverError when it is gone on with after another prompt was begun.
         """
         check_prompt(prompt, self._model.shape.n_ctx)
-        self._request += 1
+        self._requests[0] += 1
         tokens = list(prompt)
         logits = self._prefill(prompt, stats, on_prefill, cancelled)
         if max_new_tokens == 0:
@@ -94,7 +104,7 @@ class Engine:
         n_ctx = self._model.shape.n_ctx
         limit = n_ctx if max_new_tokens is None else min(n_ctx, len(prompt) + max_new_tokens)
         trace = _Trace(self._model, self._store, on_cycle)
-        run = _Run(self._request, tokens, draw, end_tokens, limit, temperature, stats, cancelled, trace)
+        run = _Run(self._requests[0], tokens, draw, end_tokens, limit, temperature, stats, cancelled, trace)
         figures = _Figures(self._model, self._store, stats)
         step = run.step(logits)
         figures.update()
@@ -113,14 +123,14 @@ class Engine:
                     figures.update()
                     yield step
             finally:  # also when nobody wants the rest: the cache agrees with the text
-                if run.request == self._request:  # else it holds another one by now
+                if run.request == self._requests[0]:  # else it holds another one by now
                     self._keep(rows, accepted)
             trace.end(tree, rows, accepted)
-            if run.request == self._request:
+            if run.request == self._requests[0]:
                 tree = self._rerooted(run, tree, [rows.nodes[row] for row in accepted])
 
     def _only_newest(self, run: _Run) -> None:
-        if run.request != self._request:
+        if run.request != self._requests[0]:
             raise LeverError("another answer has been started since: one at a time")
 
     # One cycle: grow, verify, walk, keep, reroot

@@ -310,6 +310,31 @@ def test_K14_an_answer_does_not_depend_on_the_one_before(models: Models, policy:
         assert answers.to(prompt).same(models.expected(prompt))
 
 
+@pytest.mark.parametrize("kind", ["itself", "another"])
+def test_engines_beside_each_other_give_the_same_bits_in_any_order_and_share_what_is_cached(
+    models: Models, kind: str
+) -> None:
+    answers, first = models.answers(preset("chain-sd"), kind), True
+    engines = [answers.engine, *(answers.engine.beside(policy) for policy in POLICIES)]
+    for prompt, order in ((A, engines), (B, engines[::-1]), (A, engines)):
+        for place, answers.engine in enumerate(order):
+            found = answers.to(prompt)
+            assert found.same(models.expected(prompt))
+            assert found.stats.cached_tokens == (len(prompt) - 1 if place else 0 if first else 25)
+            first = False
+
+
+def test_an_answer_of_one_engine_ends_that_of_another_beside_it(models: Models) -> None:
+    answers = models.answers(preset("lever"))
+    stale = answers.steps(A)
+    next(stale)
+    answers.engine = answers.engine.beside(preset("flash-ar"))
+    assert answers.to(B).same(models.expected(B))
+    with pytest.raises(LeverError, match="one at a time"):
+        next(stale)
+    assert answers.to(B).same(models.expected(B))
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_I5_a_conversation_goes_on_from_what_was_accepted(models: Models, policy: Preset) -> None:
     answers, text, known = models.answers(policy), list(SHORT), 0

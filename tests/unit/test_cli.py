@@ -29,6 +29,7 @@ VERBS = tuple(COMMAND.commands)
 OF_ONE_CALL = {  # of one image or measurement, never of all
     "pack": {"--out", "--type", "--layout", "--verify", "--force"},
     "profile": {"--storage", "--quick", "--plot"},
+    "bench": {"--presets", "--prompts", "--limit", "--rounds", "--peer", "--peer-cage", "--json", "--plot"},
 }
 NO_VARIABLE = {"--help", "--version", "--install-completion", "--show-completion"}
 
@@ -407,6 +408,22 @@ def test_a_file_with_bytes_that_are_no_utf_8_is_a_prompt(asked: Callable[..., Se
         (["profile", "none.gguf"], 5, "none.gguf: cannot be read"),
         (["profile", "none.gguf", "--ring", "2"], 2, "ring is 2"),
         (["profile", "none.gguf", "--plot", "plot.txt"], 2, "plot.txt: a plot ends in .png, .svg or .pdf"),
+        (["bench", "none.gguf", "--presets", "flash-ar"], 5, "none.gguf: cannot be read"),
+        (["bench", "none.gguf"], 2, "the preset chain-sd needs a draft: give one with --draft"),
+        (["bench", "demo", "--presets", "lever,leaver"], 2, "no preset 'leaver': there are flash-ar"),
+        (["bench", "demo", "--presets", "lever,lever"], 2, "the preset lever is given twice"),
+        (["bench", "demo", "-n", "1"], 2, "max-tokens is 1: to measure speed it must be at least 2"),
+        (["bench", "demo", "-n", "-1"], 2, "max-tokens is -1"),
+        (["bench", "demo", "--limit", "0"], 2, "should be greater than or equal to 1"),
+        (["bench", "demo", "--rounds", "0"], 2, "should be greater than or equal to 1"),
+        (["bench", "demo", "--prompts", "/none"], 5, "cannot read the prompts from /none: No such file"),
+        (["bench", "demo", "--json", "/none/x.json"], 5, "cannot write to /none/x.json"),
+        (["bench", "demo", "--json", "/tmp"], 5, "cannot write to /tmp"),
+        (["bench", "demo", "--plot", "plot.txt"], 2, "plot.txt: a plot ends in .png, .svg or .pdf"),
+        (["bench", "demo", "--peer", "other"], 2, "'other' is not"),
+        (["bench", "demo", "--peer-cage", "1GB"], 2, "name it with --peer"),
+        (["bench", "demo", "--peer", "llama.cpp", "--peer-cage", "big"], 2, "'big' is not an amount of memory"),
+        (["bench", "demo", "--dram", "10MiB"], 3, "raw reads alone take 64 MiB"),
         (["pack", "none.gguf"], 5, "none.gguf: cannot be read"),
         (["pack", "none.gguf", "--verify"], 5, "none.gguf: cannot be read"),
         (["pack", "/"], 5, "/: is not a regular file"),
@@ -436,6 +453,14 @@ def test_a_plot_without_its_package_names_the_extra(lever: Lever, monkeypatch: p
 
     assert ended.code == 2
     assert "pip install 'lever-llm[plots]'" in ended.line
+
+
+def test_a_peer_without_its_package_names_the_extra(lever: Lever, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lever.peer.find_spec", lambda _name: None)
+    ended = lever("bench", "none.gguf", "--peer", "llama.cpp")
+
+    assert ended.code == 2
+    assert "pip install 'lever-llm[bench]'" in ended.line
 
 
 def test_a_usage_error_points_at_the_help_of_its_verb(lever: Lever) -> None:

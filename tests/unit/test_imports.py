@@ -13,8 +13,21 @@ import lever
 ROOT = Path(lever.__file__).parent
 # Modules and packages by rank; a module imports only from lower ranks, or from its own package.
 RANKS = (
-    {"errors", "linux", "owner"},
-    {"pages", "settings", "memory", "machine", "stats", "threads", "gguf", "text", "tree", "cost", "cycle_cost"},
+    {"errors", "linux", "owner", "llama_cpp"},
+    {
+        "pages",
+        "cage",
+        "settings",
+        "memory",
+        "machine",
+        "stats",
+        "threads",
+        "gguf",
+        "text",
+        "tree",
+        "cost",
+        "cycle_cost",
+    },
     {"ggml", "arch", "tokenizer", "sample", "policies", "trace"},
     {"chat", "weights", "kv_cache"},
     {"transformer"},
@@ -27,8 +40,9 @@ RANKS = (
     {"engine"},
     {"llm"},
     {"models"},
-    {"pack", "profile", "plots"},
-    {"doctor", "planner"},
+    {"pack", "profile"},
+    {"doctor", "planner", "bench"},
+    {"peer", "plots"},
     {"cli"},
     {"__main__"},
 )

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from lever.cli import options as o
+from lever.cli.bench import bench
 from lever.cli.console import NoteHandler, complain, write
 from lever.cli.doctor import doctor
 from lever.cli.info import info
@@ -57,6 +58,7 @@ app = typer.Typer(
 )
 app.command("run", cls=_Verb, epilog=VARIABLES)(run)
 app.command("plan", cls=_Verb)(plan)
+app.command("bench", cls=_Verb, epilog=VARIABLES)(bench)
 app.command("profile", cls=_Verb)(profile)
 app.command("pack", cls=_Verb)(pack)
 app.command("info", cls=_Verb)(info)

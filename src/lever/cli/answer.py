@@ -53,11 +53,11 @@ def answer(question: Question, settings: ModelSettings, request: GenerationSetti
     """Print the answer; the exit code."""
     if not question.text and not question.raw:
         raise UsageError("the prompt is empty: there is nothing to answer")
-    with bar(quiet=output.quiet) as progress, _open(question, settings, progress, output) as llm:
+    with bar(quiet=output.quiet) as progress, open_llm(question, settings, progress, output) as llm:
         prompt = _encode(llm, question)
         llm.check(prompt)  # before anything large is read
         tuning = tune(llm, llm.settings, progress, quiet=output.quiet) if question.use_profile else None
-        _load(llm, tuning.settings if tuning is not None else llm.settings, progress)
+        load(llm, tuning.settings if tuning is not None else llm.settings, progress)
         waiting = _Waiting(llm, len(prompt), progress, quiet=output.quiet)
         generation = llm.generate(prompt, request, waiting.read)
         interrupted = _show(generation, progress, to_stdout=not output.json)
@@ -71,7 +71,7 @@ def answer(question: Question, settings: ModelSettings, request: GenerationSetti
     return INTERRUPTED if interrupted else 0
 
 
-def _open(question: Question, settings: ModelSettings, progress: Bar, output: Output) -> LLM:
+def open_llm(question: Question, settings: ModelSettings, progress: Bar, output: Output) -> LLM:
     """The model's header and tokenizer, with its draft if there is one that fits."""
     opened = open_path(
         question.model, progress, use_image=question.use_image, offline=output.offline, quiet=output.quiet
@@ -94,7 +94,7 @@ def _open(question: Question, settings: ModelSettings, progress: Bar, output: Ou
         return llm
 
 
-def _load(llm: LLM, settings: ModelSettings, progress: Bar) -> None:
+def load(llm: LLM, settings: ModelSettings, progress: Bar) -> None:
     """Plan, and bring what is pinned into memory."""
     loading = Progress(lambda total: progress.start(total or None, "loading the weights"), progress.advance)
     plan = llm.load(loading, settings).plan
@@ -151,7 +151,7 @@ def _show(generation: Generation, progress: Bar, *, to_stdout: bool) -> bool:
     """
     pieces = iter(generation)
     try:
-        with _on_interrupt(generation.cancel):
+        with on_interrupt(generation.cancel):
             first = next(pieces, "")
             progress.finish()
             if not (to_stdout and same_place()):  # there, the text is sign of life enough
@@ -171,7 +171,7 @@ def _show(generation: Generation, progress: Bar, *, to_stdout: bool) -> bool:
 
 
 @contextmanager
-def _on_interrupt(act: Callable[[], None]) -> Iterator[None]:
+def on_interrupt(act: Callable[[], None]) -> Iterator[None]:
     """Ctrl-C does this once, and what it did before the next time. Where it is ignored it stays so."""
     before = signal.getsignal(signal.SIGINT)
     if before == signal.SIG_IGN:  # in the background of a script, say, where it is meant for others
