@@ -129,6 +129,8 @@ class ScriptedModel:
         self.script = script
         self.rows: list[int] = []
         self.passes: list[list[int]] = []
+        self.threads: list[int] = []  # of each pass, and of each projection
+        self.projection_threads: list[int] = []
         self.n_threads = 0
         self.fails_at: int | None = None  # the number of a layer: a pass ends there
 
@@ -150,10 +152,12 @@ class ScriptedModel:
             self.stats.layers_s += LAYER_S
             after_layer(layer)
         self.passes.append(list(tokens))
+        self.threads.append(self.n_threads)
         self.rows += tokens
 
     def project(self, rows: Sequence[int]) -> NDArray[np.float32]:
         first = len(self.rows) - len(self.passes[-1])
+        self.projection_threads.append(self.n_threads)
         logits = np.zeros((len(rows), N_VOCAB), np.float32)
         for place, row in enumerate(rows):
             logits[place, self.script[first + row]] = 1.0

@@ -1,4 +1,4 @@
-"""What a cycle costs, learned while it runs: passes by rows, draft steps by nodes, projections. Runs nothing itself.
+"""What a cycle costs and guessing brings, learned while it runs: passes by rows, draft steps by nodes. Runs nothing.
 
 Streaming hides compute and compute hides streaming, so rows are free up to the knee where both take as long.
 """
@@ -8,7 +8,11 @@ from __future__ import annotations
 from bisect import bisect_left
 
 WEIGHT = 0.3  # of a new observation against what was known
+WIDER = 0.5  # share of a draft step that each node more is thought to add: with kernels for several rows, it is so
 NEAR = 1.03  # times that differ by less are equal
+PRIOR, KEPT = 4.0, 0.95  # nodes that a draft is believed for, and what is kept of those seen with each more
+ENOUGH, LATER = 3, 0.8  # cycles before guessing is given up, and what is kept of those seen with each more
+FIRST_PAUSE, LAST_PAUSE = 8, 256  # cycles without guessing, doubled each time that it still does not pay
 FORGOTTEN = 16  # passes after which a number of threads, or a draft, that was not used is unknown again
 
 
@@ -27,11 +31,13 @@ class RowTable:
     """Seconds by number of rows: a moving average for each number seen, lines between them.
 
     Outside of what was seen, time is taken to go in proportion. Beyond the most rows that is more than it does: so a
-    larger tree is tried only where even that would pay, and what it took is known then.
+    larger tree is tried only where even that would pay, and what it took is known then. `beyond` is the share of what
+    proportion says that more rows add: under 1, what is cheap to try is tried sooner.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beyond: float = 1.0) -> None:
         self._seen: dict[int, Average] = {}
+        self._beyond = beyond
 
     def observe(self, rows: int, seconds: float) -> None:
         """So many rows took so long."""
@@ -45,9 +51,10 @@ class RowTable:
         place = bisect_left(known, rows)
         if place < len(known) and known[place] == rows:
             return self._at(rows)
-        if place in (0, len(known)):
-            nearest = known[max(place - 1, 0)]
-            return self._at(nearest) * rows / nearest
+        if place == 0:
+            return self._at(known[0]) * rows / known[0]
+        if place == len(known):
+            return self._at(known[-1]) * (1 + self._beyond * (rows / known[-1] - 1))
         below = known[place - 1]
         above = known[place]
         share = (rows - below) / (above - below)
@@ -59,6 +66,64 @@ class RowTable:
         return value
 
 
+class Reliability:
+    """The paper's r: how often the target's token was among a node's candidates, against how often the draft said so.
+
+    1 for a draft that is right about itself, or modest; its probabilities are multiplied by less when it promises too
+    much. That keeps their order behind each node.
+    """
+
+    def __init__(self) -> None:
+        self._promised, self._met = PRIOR, PRIOR
+
+    @property
+    def value(self) -> float:
+        """Of a probability of the draft, the share to believe."""
+        return min(self._met / self._promised, 1.0)
+
+    def observe(self, promised: float, met: bool) -> None:
+        """A node's candidates had this probability together, by the draft; the target's token was among them or not."""
+        self._promised = KEPT * self._promised + promised
+        self._met = KEPT * self._met + met
+
+
+class Worth:
+    """Whether guessing ahead has paid, by what cycles took and brought. Where it has not, it pauses and tries again."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+        self._n = 0
+        self._pause, self._wait = FIRST_PAUSE, 0
+        self._enough = ENOUGH
+
+    @property
+    def guessing(self) -> bool:
+        """Whether the next cycle should guess."""
+        return self._wait == 0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of cycles that guessed, the later ones counting more; None before there were any."""
+        return self._tokens / self._seconds if self._seconds else None
+
+    def observe(self, tokens: int, seconds: float, plain_s: float) -> None:
+        """A cycle that guessed brought so many tokens in so long; a plain one takes `plain_s` for its one."""
+        self._tokens = LATER * self._tokens + tokens
+        self._seconds = LATER * self._seconds + seconds
+        self._n += 1
+        if self._n < self._enough:
+            return
+        if self._tokens * plain_s < self._seconds:
+            self._wait, self._pause = self._pause, min(2 * self._pause, LAST_PAUSE)
+            self._tokens, self._seconds, self._n, self._enough = 0.0, 0.0, 0, 1
+        else:
+            self._pause, self._enough = FIRST_PAUSE, ENOUGH
+
+    def wait(self) -> None:
+        """A cycle did not guess."""
+        self._wait = max(self._wait - 1, 0)
+
+
 class CycleCost:
     """Predicts the seconds of a cycle's parts from those before it, and how many threads a pass should have."""
 
@@ -67,7 +132,7 @@ class CycleCost:
         self._last: dict[int, int] = {}  # pass that had so many threads
         self._n_passes = 0
         self._most_threads = n_threads
-        self._draft, self._last_draft = RowTable(), 0  # and the pass before it
+        self._draft, self._last_draft = RowTable(WIDER), 0  # and the pass before it
         self._read, self._rest, self._project = Average(), Average(), Average()
 
     @property
@@ -83,9 +148,16 @@ class CycleCost:
         for other in [count for count, last in self._last.items() if self._n_passes - last > FORGOTTEN]:
             del self._compute[other], self._last[other]  # it may have been somebody else's fault: try again
         if self._n_passes - self._last_draft > FORGOTTEN:
-            self._draft = RowTable()  # nor is a draft that was too slow once given up for good
+            self._draft = RowTable(WIDER)  # nor is a draft that was too slow once given up for good
         self._read.observe(read_s)
         self._rest.observe(max(seconds - max(compute_s, read_s), 0.0))
+
+    def observe_prefill(self, rows: int, compute_s: float, read_s: float, threads: int) -> None:
+        """A pass for a part of the prompt, before any for a token: a first idea of both."""
+        if not self._n_passes:
+            self._compute.setdefault(threads, RowTable()).observe(rows, compute_s)
+            self._last[threads] = 0
+            self._read.observe(read_s)
 
     def observe_draft(self, nodes: int, seconds: float) -> None:
         """A draft step."""

@@ -6,7 +6,7 @@ see its ancestors alone. Nothing here has to be exact: the target's own draw dec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,25 @@ class Draft:
         """Nodes that the next step can expand: as many as one pass takes, and as the cache has places for."""
         return min(self.model.shape.n_tree, self.model.shape.n_ctx - self.model.kv.length - len(self._seen))
 
-    def begin(self, tree: DraftTree, text: Sequence[int], temperature: float) -> None:
-        """Read what is new of the text, whose last token is the tree's root, and expand the root."""
+    def behind(self, text: Sequence[int]) -> int:
+        """How many of its last tokens it has to read."""
+        return len(text) - _common_prefix(self._text, text, len(text) - 1)
+
+    def read(self, text: Sequence[int], after_part: Callable[[], None] = lambda: None) -> None:
+        """Read a text, all of it, in parts; what was read before and stands in it is kept."""
+        self._go_back_to(_common_prefix(self._text, text, len(text)))
+        n_batch = self.model.shape.n_batch
+        for start in range(len(self._text), len(text), n_batch):
+            part = text[start : start + n_batch]
+            self.model.forward(part)
+            self._text += part
+            after_part()
+
+    def begin(self, tree: DraftTree, text: Sequence[int], temperature: float, trust: float = 1.0) -> None:
+        """Read what is new of the text, whose last token is the tree's root, and expand the root.
+
+        Its probabilities are multiplied by `trust`.
+        """
         if tree.expanded(0):
             assert len(self._text) == len(text)
             return
@@ -51,9 +68,9 @@ class Draft:
             self._text += text[-n:]
         else:
             (logits,) = self.model.project([len(part) - 1])
-        tree.expand(0, IN_TEXT, self._likeliest(logits, temperature))
+        tree.expand(0, IN_TEXT, self._candidates(logits, temperature, trust))
 
-    def expand(self, tree: DraftTree, nodes: Sequence[int], temperature: float) -> None:
+    def expand(self, tree: DraftTree, nodes: Sequence[int], temperature: float, trust: float = 1.0) -> None:
         """Ask what follows these nodes, in one pass; their parents are expanded."""
         first = len(self._seen)
         visible = np.zeros((len(nodes), first + len(nodes)), bool)
@@ -64,7 +81,7 @@ class Draft:
             visible[row, self._seen[-1]] = True
         tokens, depths = [tree.tokens[node] for node in nodes], [tree.depths[node] for node in nodes]
         for row, (node, logits) in enumerate(zip(nodes, self._logits(tokens, first, depths, visible), strict=True)):
-            tree.expand(node, first + row, self._likeliest(logits, temperature))
+            tree.expand(node, first + row, self._candidates(logits, temperature, trust))
 
     def follow(self, rerooted: Rerooted, new_text: Sequence[int]) -> None:
         """The target has gone on: `new_text` tokens, of which the draft has seen the first few."""
@@ -92,6 +109,9 @@ class Draft:
         width = self.model.shape.n_logits
         for start in range(0, len(tokens), width):
             yield from self.model.project(range(start, min(start + width, len(tokens))))
+
+    def _candidates(self, logits: NDArray[np.float32], temperature: float, trust: float) -> list[tuple[int, float]]:
+        return [(token, trust * probability) for token, probability in self._likeliest(logits, temperature)]
 
     def _likeliest(self, logits: NDArray[np.float32], temperature: float) -> list[tuple[int, float]]:
         return likeliest(logits, self._n_candidates, temperature)

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lever.cycle_cost import CycleCost
+from lever.cycle_cost import CycleCost, Reliability, Worth
 from lever.draft import Draft
 from lever.errors import Cancelled, ContextOverflow, LeverError, UsageError
+from lever.figures import Clock, Figures, Trace
+from lever.lookup import Match, Record, find, tree_of
 from lever.model import Model
-from lever.policies import Preset, Situation, preset
+from lever.policies import Preset, Situation, most_worth, preset, rate
 from lever.stats import RunStats
 from lever.threads import ThreadChooser
-from lever.trace import Cycle, Mark
+from lever.trace import Cycle
 from lever.tree import DraftTree, TreeRows, depth_first, reroot
 from lever.weights.store import Store
 
 # (logits of one row, tokens before it, position of the token to be drawn) -> token
 Draw = Callable[[NDArray[np.float32], Sequence[int], int], int]
 FinishReason = Literal["stop", "length"]
+CATCH_UP = 8  # tokens that a draft reads at once, when they were not its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +56,27 @@ class Engine:
         draft: Draft | None = None,
         policy: Preset | None = None,
     ) -> None:
-        """With `n_threads` at most; `start_threads` is what the first passes for a token get."""
+        """With `n_threads` at most; `start_threads` is what the first passes for a token get.
+
+        A policy that drafts does so from the text alone where there is no draft, if it is one that looks there.
+        """
         self._model = model
         self._store = store
         self._draft = draft
         self._policy = policy or preset("flash-ar" if draft is None else "lever")
         self._threads = n_threads, start_threads
-        self._cost = CycleCost(n_threads)
+        self._cost, self._worth, self._reliability, self._matches = (
+            CycleCost(n_threads),
+            Worth(),
+            Reliability(),
+            Record(),
+        )
         self._layer_threads = ThreadChooser(n_threads, n_threads)
         # Streaming starts with one thread: it nearly always keeps up, and leaves the rest of the machine alone.
         start = start_threads or (1 if store.streamed else n_threads)
         self._pass_threads = ThreadChooser(start, n_threads)
         self._draft_threads = ThreadChooser(1, n_threads)
+        self._project_threads = ThreadChooser(1, n_threads)
         self._cached: list[int] = []
         # The newest one, in a list that engines beside each other share: with one KV cache, older ones cannot go on.
         self._requests = [0]
@@ -103,21 +118,24 @@ class Engine:
             return
         n_ctx = self._model.shape.n_ctx
         limit = n_ctx if max_new_tokens is None else min(n_ctx, len(prompt) + max_new_tokens)
-        trace = _Trace(self._model, self._store, on_cycle)
+        trace = Trace(self._model, self._store, on_cycle)
         run = _Run(self._requests[0], tokens, draw, end_tokens, limit, temperature, stats, cancelled, trace)
-        figures = _Figures(self._model, self._store, stats)
+        if run.room > 2:
+            self._read_by_draft(run)
+        figures = Figures(self._model, self._store, stats)
         step = run.step(logits)
         figures.update()
         yield step
         tree = DraftTree.rooted_at(step.token)
         while step.finish_reason is None:
             self._only_newest(run)
-            trace.begin()
-            self._grow(run, tree)
+            run.begin_cycle()
+            match = find(run.tokens) if self._policy.adaptive else None
+            tree, looked_up = self._guess(run, tree, match)
             rows = self._verify(run, tree)
             accepted: list[int] = []
             try:
-                for step, row in self._walk(run, rows):
+                for step, row in self._walk(run, tree, rows, drafted=not looked_up):
                     if row:
                         accepted.append(row)
                     figures.update()
@@ -126,29 +144,63 @@ class Engine:
                 if run.request == self._requests[0]:  # else it holds another one by now
                     self._keep(rows, accepted)
             trace.end(tree, rows, accepted)
+            self._learn(run, rows, match, looked_up=looked_up)
             if run.request == self._requests[0]:
-                tree = self._rerooted(run, tree, [rows.nodes[row] for row in accepted])
+                tree = self._rerooted(run, tree, [rows.nodes[row] for row in accepted], looked_up=looked_up)
 
     def _only_newest(self, run: _Run) -> None:
         if run.request != self._requests[0]:
             raise LeverError("another answer has been started since: one at a time")
 
-    # One cycle: grow, verify, walk, keep, reroot
+    # One cycle: guess, verify, walk, keep, learn, reroot
 
-    def _grow(self, run: _Run, tree: DraftTree) -> None:
+    def _guess(self, run: _Run, tree: DraftTree, match: Match | None) -> tuple[DraftTree, bool]:
+        """What may follow: the tree as the draft has grown it, or what the text itself says, where that promises more.
+        The second says whether it is the text's.
+        """
+        if match is not None:
+            chain = tree_of(match, run.tokens[-1], self._matches.share(match.length))
+            if self._promises_more(run, chain):
+                return chain, True
+        if self._draft is not None and self._policy.drafts and run.room > 1:
+            if self._worth.guessing or not self._policy.adaptive:
+                self._grow(run, tree, self._draft)
+            else:
+                self._worth.wait()
+                return DraftTree.rooted_at(run.tokens[-1]), False
+        return tree, False
+
+    def _promises_more(self, run: _Run, chain: DraftTree) -> bool:
+        """Whether a chain from the text brings more tokens a second than what would be done without it."""
+        now, cost = self._situation(run, chain), self._cost
+        if not cost.knows_passes:
+            return False
+        nodes = most_worth(now)
+        promised = rate(now, nodes)
+        if self._draft is None or not self._worth.guessing:
+            return promised > rate(now, [0])
+        drafted = self._worth.tokens_per_s
+        if drafted is None:
+            return False
+        # The draft will have to read what it did not say itself.
+        seconds = len(nodes) * (1 / promised + cost.draft_s(self._draft.model.shape.n_logits) / CATCH_UP)
+        return len(nodes) / seconds > drafted
+
+    def _grow(self, run: _Run, tree: DraftTree, draft: Draft) -> None:
         """Draft while the policy says that it pays."""
-        draft, started = self._draft, time.perf_counter()
-        if draft is None or not self._policy.drafts or len(run.tokens) > draft.model.shape.n_ctx:
+        if len(run.tokens) > draft.model.shape.n_ctx:
             return
-        room = run.limit - len(run.tokens)  # edges below the root that can still become text
-        draft.begin(tree, run.tokens, run.temperature)
-        while nodes := self._policy.grow(self._situation(tree, time.perf_counter() - started)):
-            nodes = [node for node in nodes if tree.depths[node] < room][: draft.room]
+        started, trust = time.perf_counter(), self._reliability.value
+        draft.model.n_threads = self._draft_threads.count
+        draft.begin(tree, run.tokens, run.temperature, trust)
+        while True:
+            run.drafted_s = time.perf_counter() - started
+            nodes = self._policy.grow(self._situation(run, tree))[: draft.room]
             if not nodes:
                 break
             before, trial = run.trace.lap(), self._draft_threads.trying
             draft.model.n_threads = self._draft_threads.count
-            draft.expand(tree, nodes, run.temperature)
+            draft.expand(tree, nodes, run.temperature, trust)
             seconds = run.trace.mark("draft", before) - before
             self._draft_threads.observe(seconds / len(nodes), 0.0)
             if not trial:
@@ -156,13 +208,12 @@ class Engine:
             run.stats.drafted += len(nodes)
             run.trace.drafted += len(nodes)
             _stop_if(run.cancelled)
-        run.drafted_s = time.perf_counter() - started
         run.stats.draft_s += run.drafted_s
 
     def _verify(self, run: _Run, tree: DraftTree) -> TreeRows:
         """One pass of the target over the nodes that are worth it."""
-        rows = depth_first(tree, self._policy.select(self._situation(tree, run.drafted_s)))
-        clock, model, store = _Clock(self._store), self._model, self._store
+        rows = depth_first(tree, self._policy.select(self._situation(run, tree)))
+        clock, model, store = Clock(self._store), self._model, self._store
         compute_s, read_s = model.stats.layers_s, store.stats.read_s
         plain = not self._policy.drafts
         model.n_threads = self._pass_threads.count if plain else self._cost.threads(len(rows.nodes))
@@ -172,34 +223,69 @@ class Engine:
             _stop_if(run.cancelled)
 
         run.trace.lap()
-        if len(rows.nodes) == 1:
-            model.forward(rows.tokens, after_layer)
-        else:
-            model.forward_tree(rows.tokens, rows.parents, after_layer)
+        with self._drafting_on(run, tree):
+            if len(rows.nodes) == 1:
+                model.forward(rows.tokens, after_layer)
+            else:
+                model.forward_tree(rows.tokens, rows.parents, after_layer)
         seconds, stall_s = clock.lap()
+        run.cycle_s += seconds
         if plain:
             self._pass_threads.observe(seconds, stall_s)
         compute_s, read_s = model.stats.layers_s - compute_s, store.stats.read_s - read_s
         self._cost.observe_pass(len(rows.nodes), seconds, compute_s, read_s, model.n_threads)
         run.stats.cycles += 1
         run.stats.verified += len(rows.nodes) - 1
+        run.stats.plain_cycles += len(rows.nodes) == 1
         if len(rows.nodes) > 1 and not model.finite(len(rows.nodes)):
             # Keys or values of a candidate overflowed: masked, they still make sums of other rows that are no numbers.
             rows = depth_first(tree, [0])
             model.forward(rows.tokens, after_layer)
         return rows
 
-    def _walk(self, run: _Run, rows: TreeRows) -> Iterator[tuple[Step, int]]:
+    @contextmanager
+    def _drafting_on(self, run: _Run, tree: DraftTree) -> Iterator[None]:
+        """Let the draft go on beside a pass, where the policy says so: what survives is the next cycle's start."""
+        draft, more = self._draft, self._policy.meanwhile
+        if draft is None or more is None or not tree.expanded(0):
+            yield
+            return
+        stop, now, trust = threading.Event(), self._situation(run, tree), self._reliability.value
+        draft.model.n_threads = 1
+
+        def go_on() -> None:
+            started = time.perf_counter()
+            while not stop.is_set() and (nodes := more(now)[: draft.room]):
+                draft.expand(tree, nodes, run.temperature, trust)
+                run.stats.drafted += len(nodes)
+            run.stats.draft_hidden_s += time.perf_counter() - started
+
+        with ThreadPoolExecutor(1, "lever-draft") as pool:
+            going_on = pool.submit(go_on)
+            try:
+                yield
+            finally:
+                stop.set()
+        going_on.result()
+
+    def _walk(self, run: _Run, tree: DraftTree, rows: TreeRows, *, drafted: bool) -> Iterator[tuple[Step, int]]:
         """The target's own tokens along the tree, each with the row it was drawn behind (0: the root's).
 
         Logits are made for the rows that the walk reaches, and no others.
         """
         row = 0
         while True:
-            started = run.trace.lap()
+            started, trial = run.trace.lap(), self._project_threads.trying
+            self._model.n_threads = self._project_threads.count
             logits: NDArray[np.float32] = self._model.project([row])[0]
-            self._cost.observe_project(run.trace.mark("project", started) - started)
+            seconds = run.trace.mark("project", started) - started
+            self._project_threads.observe(seconds, 0.0)
+            if not trial:
+                self._cost.observe_project(seconds)
+            run.cycle_s += seconds
             step = run.step(logits)
+            if drafted:
+                self._judge(tree, rows.nodes[row], step.token)
             yield step, row
             if step.finish_reason is not None:
                 return
@@ -211,6 +297,12 @@ class Engine:
             run.stats.accepted += 1
             row = child
 
+    def _judge(self, tree: DraftTree, node: int, token: int) -> None:
+        """The target's token behind a node, against what the draft said."""
+        if tree.children[node] and tree.reach[node]:
+            promised = sum(tree.reach[child] for child in tree.children[node].values()) / tree.reach[node]
+            self._reliability.observe(promised / self._reliability.value, token in tree.children[node])
+
     def _keep(self, rows: TreeRows, accepted: Sequence[int]) -> None:
         """The root and the accepted rows are in the cache now; a single row is there already."""
         path = [0, *accepted]
@@ -218,17 +310,39 @@ class Engine:
             self._model.kv.keep(path)
         self._cached.extend(rows.tokens[row] for row in path)
 
-    def _rerooted(self, run: _Run, tree: DraftTree, accepted: Sequence[int]) -> DraftTree:
+    def _learn(self, run: _Run, rows: TreeRows, match: Match | None, *, looked_up: bool) -> None:
+        """What the cycle tells of the next ones."""
+        new = run.tokens[run.started :]
+        run.outcomes.append((len(rows.nodes) - 1, len(new) - 1))
+        run.stats.looked_up += looked_up
+        if match is not None:
+            self._matches.observe(match, new)
+        if not looked_up and run.drafted_s:
+            plain_s = self._cost.pass_s(1) + self._cost.project_s()
+            self._worth.observe(len(new), run.drafted_s + run.cycle_s, plain_s)
+
+    def _rerooted(self, run: _Run, tree: DraftTree, accepted: Sequence[int], *, looked_up: bool) -> DraftTree:
         """The tree of the next cycle: what lives on of this one, or its root alone."""
         token = run.tokens[-1]
-        if self._draft is None or not self._policy.drafts:
+        if self._draft is None or looked_up or not tree.expanded(0):
             return DraftTree.rooted_at(token)
         rerooted = reroot(tree, accepted, token, carry_over=self._policy.carry_over)
         self._draft.follow(rerooted, [*(tree.tokens[node] for node in accepted), token])
         return rerooted.tree
 
-    def _situation(self, tree: DraftTree, spent_s: float) -> Situation:
-        return Situation(tree, self._cost, spent_s, max(self._model.shape.n_tree, 1))
+    def _situation(self, run: _Run, tree: DraftTree) -> Situation:
+        most_rows = max(self._model.shape.n_tree, 1)
+        return Situation(tree, self._cost, run.drafted_s, most_rows, run.room, run.outcomes)
+
+    def _read_by_draft(self, run: _Run) -> None:
+        """The prompt, before the first cycle needs it."""
+        draft = self._draft
+        if draft is None or not self._policy.drafts or len(run.tokens) >= draft.model.shape.n_ctx:
+            return
+        started = time.perf_counter()
+        draft.model.n_threads = self._layer_threads.count
+        draft.read(run.tokens, lambda: _stop_if(run.cancelled))
+        run.stats.prefill_s += time.perf_counter() - started
 
     def _prefill(
         self,
@@ -256,8 +370,8 @@ class Engine:
     ) -> None:
         """One pass for a part of the prompt; after each layer its share of the tokens counts as read."""
         n_layers, n_rows = self._model.config.n_layers, len(tokens)
-        clock = _Clock(self._store)
-        self._model.n_threads = self._layer_threads.count
+        clock, compute_s, read_s = Clock(self._store), self._model.stats.layers_s, self._store.stats.read_s
+        n_threads = self._model.n_threads = self._layer_threads.count
 
         def after_layer(layer: int) -> None:
             seconds, stall_s = clock.lap()
@@ -268,6 +382,9 @@ class Engine:
 
         self._model.forward(tokens, after_layer)
         self._cached.extend(tokens)
+        if n_threads == self._model.n_threads:
+            compute_s, read_s = self._model.stats.layers_s - compute_s, self._store.stats.read_s - read_s
+            self._cost.observe_prefill(n_rows, compute_s, read_s, n_threads)
 
 
 @dataclass(slots=True)
@@ -282,8 +399,21 @@ class _Run:
     temperature: float
     stats: RunStats
     cancelled: Callable[[], bool]
-    trace: _Trace
+    trace: Trace
+    outcomes: list[tuple[int, int]] = field(default_factory=list)  # of its cycles: candidates checked, and accepted
+    started: int = 0  # the place of the first token of this cycle
     drafted_s: float = 0.0  # in this cycle
+    cycle_s: float = 0.0  # of its pass and projections
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still come."""
+        return self.limit - len(self.tokens)
+
+    def begin_cycle(self) -> None:
+        """Count anew."""
+        self.trace.begin()
+        self.started, self.drafted_s, self.cycle_s = len(self.tokens), 0.0, 0.0
 
     def step(self, logits: NDArray[np.float32]) -> Step:
         """The next token, drawn by the request's own rule, at its place in the text."""
@@ -300,89 +430,6 @@ def check_prompt(prompt: Sequence[int], n_ctx: int) -> None:
     if len(prompt) >= n_ctx:
         raise ContextOverflow(
             f"the prompt has {len(prompt)} tokens and the context {n_ctx}: shorten it or give more with -c"
-        )
-
-
-class _Clock:
-    """Time, and time spent waiting for reads."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._last = self._now()
-
-    def lap(self) -> tuple[float, float]:
-        """Seconds, and seconds of waiting, since the last lap."""
-        now = self._now()
-        (seconds, stalled), self._last = ((now[0] - self._last[0], now[1] - self._last[1]), now)
-        return seconds, stalled
-
-    def _now(self) -> tuple[float, float]:
-        return time.perf_counter(), self._store.stats.stall_s
-
-
-class _Trace:
-    """Marks of the cycle under way, kept where somebody wants to be told of it."""
-
-    def __init__(self, model: Model, store: Store, on_cycle: Callable[[Cycle], None] | None) -> None:
-        self.drafted = 0
-        self._model, self._store, self._on_cycle = model, store, on_cycle
-        self._marks: list[Mark] = []
-        self._started = self._lap = self._compute_s = 0.0
-
-    def begin(self) -> None:
-        """A cycle begins."""
-        self._marks, self.drafted = [], 0
-        self._started = self.lap()
-
-    def lap(self) -> float:
-        """The time, from which the next layer counts."""
-        self._lap, self._compute_s = time.perf_counter(), self._model.stats.layers_s
-        return self._lap
-
-    def mark(self, what: Literal["draft", "layer", "project"], start: float, compute_s: float = 0.0) -> float:
-        """Something has been done since `start`; the time."""
-        now = time.perf_counter()
-        if self._on_cycle is not None:
-            self._marks.append(Mark(what, start, now, compute_s, self._store.stats.read_bytes))
-        return now
-
-    def layer(self) -> None:
-        """The target has done a layer."""
-        if self._on_cycle is not None:
-            self.mark("layer", self._lap, self._model.stats.layers_s - self._compute_s)
-            self.lap()
-
-    def end(self, tree: DraftTree, rows: TreeRows, accepted: Sequence[int]) -> None:
-        """The cycle has ended."""
-        if self._on_cycle is not None:
-            self._on_cycle(Cycle(tree, rows, tuple(accepted), self.drafted, self._started, tuple(self._marks)))
-
-
-class _Figures:
-    """Brings the stats of a run up to date, from counters that go on from run to run."""
-
-    def __init__(self, model: Model, store: Store, stats: RunStats) -> None:
-        self._model, self._store, self._stats = model, store, stats
-        self._before = self._now()
-
-    def update(self) -> None:
-        """Take what has happened since the decode phase began."""
-        s = self._stats
-        s.decode_s, s.verify_s, s.project_s, s.stall_s, s.read_s, read_bytes = (
-            now - before for now, before in zip(self._now(), self._before, strict=True)
-        )
-        s.read_bytes = int(read_bytes)
-        s.python_s = s.decode_s - s.verify_s - s.project_s - s.stall_s - s.draft_s
-
-    def _now(self) -> tuple[float, ...]:
-        model, store = self._model.stats, self._store.stats
-        return (
-            time.perf_counter(),
-            model.layers_s,
-            model.projection_s,
-            store.stall_s + model.embedding_s,
-            store.read_s,
-            store.read_bytes,
         )
 
 

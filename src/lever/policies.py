@@ -16,6 +16,7 @@ from lever.tree import DraftTree
 # Of a node that is reached, the share of its successors that lie among the draft's candidates and are worth a row.
 MET = 0.85
 DEPTH = 32  # edges below the root at most
+STEPS = (1, 2, 4, 8)  # nodes of a draft step: between these, kernels take as long as for the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,17 @@ class Situation:
     cost: CycleCost
     spent_s: float  # on drafting, in this cycle
     most_rows: int  # of one pass
+    room: int = DEPTH + 1  # tokens that may still come: a cycle gives one more than the depth that it reaches
+    outcomes: Sequence[tuple[int, int]] = ()  # of the cycles before, in this answer: candidates checked, and accepted
+
+    @property
+    def depth(self) -> int:
+        """Edges below the root at most."""
+        return min(DEPTH, self.room - 1)
+
+    def frontier(self) -> list[int]:
+        """Nodes that may be expanded, those most likely reached first."""
+        return [node for node in self.tree.frontier() if self.tree.depths[node] < self.depth]
 
 
 Grow = Callable[[Situation], list[int]]  # nodes to expand next, in one draft step; none: the tree is large enough
@@ -40,7 +52,9 @@ class Preset:
     says: str
     grow: Grow
     select: Select
+    meanwhile: Grow | None = None  # nodes to expand next while the target checks what was selected
     carry_over: bool = False  # what lives of a tree is the start of the next one
+    adaptive: bool = False  # stops where guessing has not paid, and takes guesses from the text where they promise more
 
     @property
     def drafts(self) -> bool:
@@ -74,11 +88,11 @@ def by_levels(widths: Sequence[int]) -> tuple[Grow, Select]:
     """A fixed expansion by depth, a whole level in one draft step: SpecInfer, and with widths of 1 a chain."""
 
     def grow(now: Situation) -> list[int]:
-        inner = levels(now.tree, widths[:-1])
+        inner = levels(now.tree, widths[: max(min(len(widths), now.depth) - 1, 0)])
         return [node for node in inner if not now.tree.expanded(node)]
 
     def select(now: Situation) -> list[int]:
-        return levels(now.tree, widths)[: now.most_rows]
+        return levels(now.tree, widths[: now.depth])[: now.most_rows]
 
     return grow, select
 
@@ -89,7 +103,7 @@ def best_nodes(n: int) -> tuple[Grow, Select]:
     def grow(now: Situation) -> list[int]:
         kept = now.tree.best(n)
         weakest = min(now.tree.reach[node] for node in kept) if len(kept) == n else 0.0
-        open_ = [node for node in kept if not now.tree.expanded(node) and now.tree.depths[node] < DEPTH]
+        open_ = [node for node in kept if not now.tree.expanded(node) and now.tree.depths[node] < now.depth]
         return [node for node in open_ if now.tree.reach[node] > weakest]
 
     def select(now: Situation) -> list[int]:
@@ -113,39 +127,124 @@ def most_worth(now: Situation) -> list[int]:
     """
     if not now.cost.knows_passes:
         return [0]
-    order = sorted(range(len(now.tree)), key=lambda node: (-now.tree.reach[node], node))
+    nodes = (node for node in range(len(now.tree)) if now.tree.depths[node] <= now.depth)
+    order = sorted(nodes, key=lambda node: (-now.tree.reach[node], node))
     best, best_rate, tokens = 1, 0.0, 0.0
     for n, node in enumerate(order[: now.most_rows], start=1):
         tokens += now.tree.reach[node]
-        seconds = now.spent_s + now.cost.pass_s(n) + tokens * now.cost.project_s()
-        rate = tokens / seconds if seconds else tokens
-        if rate > best_rate:
-            best, best_rate = n, rate
+        tokens_per_s = _per_second(now, n, tokens)
+        if tokens_per_s > best_rate:
+            best, best_rate = n, tokens_per_s
     return order[:best]
 
 
-def grow_while_it_pays(batch: int) -> Grow:
-    """Expand the likeliest nodes, `batch` in a step, while that adds tokens faster than a cycle makes them.
+def rate(now: Situation, nodes: Sequence[int]) -> float:
+    """Tokens a second of a cycle that checks these nodes."""
+    return _per_second(now, len(nodes), gain(now.tree, nodes))
+
+
+def _per_second(now: Situation, n_rows: int, tokens: float) -> float:
+    """Where nothing is known of a cycle's time, by its tokens alone."""
+    seconds = now.spent_s + now.cost.pass_s(n_rows) + tokens * now.cost.project_s()
+    return tokens / seconds if seconds else tokens
+
+
+def grow_while_it_pays(now: Situation) -> list[int]:
+    """Expand the likeliest nodes, as many in a step as pay best, while they add tokens faster than a cycle makes them.
 
     A node adds its successors that are likelier than the weakest one that would be checked without them.
     """
+    tree, cost = now.tree, now.cost
+    nodes = now.frontier()[: STEPS[-1]]
+    if not nodes or not cost.knows_passes:
+        return []
+    kept = most_worth(now)
+    weakest = min(tree.reach[node] for node in kept) if len(kept) < len(tree) else 0.0
+    adds = [max(MET * tree.reach[node] - weakest, 0.0) for node in nodes]
+    now_rate = rate(now, kept)
 
-    def grow(now: Situation) -> list[int]:
-        tree, cost = now.tree, now.cost
-        if not cost.knows_passes:
-            return []
-        nodes = [node for node in tree.frontier() if tree.depths[node] < DEPTH][:batch]
-        if not nodes:
-            return []
-        kept = most_worth(now)
-        full = len(kept) < len(tree)
-        weakest = min(tree.reach[node] for node in kept) if full else 0.0
-        adds = sum(max(MET * tree.reach[node] - weakest, 0.0) for node in nodes)
-        tokens = gain(tree, kept)
-        cycle_s = now.spent_s + cost.pass_s(len(kept)) + tokens * cost.project_s()
-        return nodes if adds * cycle_s > tokens * cost.draft_s(len(nodes)) and adds > 0 else []
+    def pays(n: int) -> float:
+        return sum(adds[:n]) - now_rate * cost.draft_s(n)
 
-    return grow
+    n = max((n for n in STEPS if n <= len(nodes)), key=pays)
+    return nodes[:n] if pays(n) > 0 and adds[0] > 0 else []
+
+
+# --- the paper ----------------------------------------------------------------------------------------------
+
+
+def algorithm_1(now: Situation) -> list[int]:
+    """The paper's greedy construction: insert the frontier's node with the largest b(v) / dC(v|T), until that ratio is
+    not above G(T) / C_cycle(T).
+
+    A node is inserted by running the draft on it, so T is what is expanded. dC is a draft step and one more row.
+    """
+    tree, cost = now.tree, now.cost
+    inserted = expanded(now)
+    nodes = now.frontier()
+    if not nodes or not cost.knows_passes:
+        return []
+    cycle_s = now.spent_s + cost.pass_s(len(inserted))
+    more_s = cost.draft_s(1) + max(cost.pass_s(len(inserted) + 1) - cost.pass_s(len(inserted)), 0.0)
+    return nodes[:1] if tree.reach[nodes[0]] * cycle_s > gain(tree, inserted) * more_s else []
+
+
+def expanded(now: Situation) -> list[int]:
+    """The nodes that the draft was asked about; the root among them always."""
+    nodes = [node for node in range(1, len(now.tree)) if now.tree.expanded(node)]
+    return [0, *nodes][: now.most_rows]
+
+
+# --- EdgeLLM ------------------------------------------------------------------------------------------------
+
+FIRST_ALPHA, LEAST_ALPHA, MOST_ALPHA = 0.01, 1e-6, 0.5
+CONFIDENT = 0.9  # of the probability of a node's successors, shared by as few branches as it takes
+MOST_BRANCHES = 3
+
+
+def alpha(outcomes: Sequence[tuple[int, int]]) -> float:
+    """EdgeLLM's threshold of the running product of confidences: halved after a cycle that was accepted whole, else
+    raised by what was wrong.
+    """
+    value = FIRST_ALPHA
+    for checked, accepted in outcomes:
+        if checked:
+            value *= 0.5 if checked == accepted else 0.5 ** -((checked - accepted) / checked)
+        value = min(max(value, LEAST_ALPHA), MOST_ALPHA)
+    return value
+
+
+def branches(now: Situation) -> list[int]:
+    """The root and, below each node that is expanded, the fewer successors the surer the draft is of them; down to
+    where the product of their probabilities falls below alpha.
+    """
+    tree, least, found = now.tree, alpha(now.outcomes), [0]
+    for node in found:  # grows while it is walked
+        total = 0.0
+        for child in list(tree.children[node].values())[:MOST_BRANCHES]:
+            if tree.reach[child] < least or tree.depths[child] > now.depth:
+                break
+            found.append(child)
+            total += tree.reach[child] / tree.reach[node]
+            if total >= CONFIDENT:
+                break
+    return found
+
+
+def navigate(now: Situation) -> list[int]:
+    """Expand the likeliest branch, one node in a step, until none is over the threshold."""
+    open_ = [n for n in branches(now) if not now.tree.expanded(n) and now.tree.depths[n] < now.depth]
+    return sorted(open_, key=lambda node: (-now.tree.reach[node], node))[:1] if now.cost.knows_passes else []
+
+
+def likeliest_branches(now: Situation) -> list[int]:
+    """As many of the branches as a pass takes: parents are likelier than their children."""
+    return sorted(branches(now), key=lambda node: (-now.tree.reach[node], node))[: now.most_rows]
+
+
+def go_on(now: Situation) -> list[int]:
+    """Provisional generation: from the likeliest leaf on, one node in a step."""
+    return now.frontier()[:1]
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
@@ -154,14 +253,24 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         for preset in (
             Preset("flash-ar", "one token per pass, no draft", nothing, only_root),
             Preset("chain-sd", "a chain of 8 drafted tokens", *by_levels([1] * 8)),
+            Preset(
+                "edgellm",
+                "branches by confidence, an adaptive threshold, drafting on while the target verifies",
+                navigate,
+                likeliest_branches,
+                meanwhile=go_on,
+                carry_over=True,
+            ),
             Preset("specinfer", "a fixed tree: widths 1 1 3 1 1 1 1 1 by depth", *by_levels([1, 1, 3, 1, 1, 1, 1, 1])),
             Preset("opt-tree", "the 26 nodes with the largest path probabilities", *best_nodes(26)),
+            Preset("lever-paper", "the paper's greedy tree by gain and cost, node by node", algorithm_1, expanded),
             Preset(
                 "lever",
-                "two nodes per draft step while it pays, rows up to the knee, what lives of a tree is carried over",
-                grow_while_it_pays(2),
+                "trees by gain and cost, steps as wide as pays, rows up to the knee, carry-over, guesses from the text",
+                grow_while_it_pays,
                 most_worth,
                 carry_over=True,
+                adaptive=True,
             ),
         )
     }

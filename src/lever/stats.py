@@ -19,6 +19,8 @@ class RunStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     cycles: int = 0  # passes over the target's layers
+    plain_cycles: int = 0  # that checked no candidate
+    looked_up: int = 0  # cycles whose candidates came from the text itself
     drafted: int = 0
     verified: int = 0
     pruned: int = 0

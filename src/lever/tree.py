@@ -45,13 +45,17 @@ class DraftTree:
         assert not self.expanded(node)
         self.slots[node] = slot
         for token, probability in candidates:
-            self.children[node][token] = len(self.tokens)
-            self.tokens.append(token)
-            self.parents.append(node)
-            self.depths.append(self.depths[node] + 1)
-            self.reach.append(self.reach[node] * probability)
-            self.slots.append(NOT_EXPANDED)
-            self.children.append({})
+            self.add(node, token, probability)
+
+    def add(self, node: int, token: int, probability: float) -> None:
+        """Add one candidate behind a node."""
+        self.children[node][token] = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(node)
+        self.depths.append(self.depths[node] + 1)
+        self.reach.append(self.reach[node] * probability)
+        self.slots.append(NOT_EXPANDED)
+        self.children.append({})
 
     def frontier(self) -> list[int]:
         """Nodes that may be expanded, those most likely reached first."""

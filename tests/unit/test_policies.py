@@ -314,17 +314,27 @@ def test_lever_tries_a_step_when_it_does_not_know_what_one_takes() -> None:
     assert Cycle(sure(0.9), machine).grow(preset("lever").grow).steps != []
 
 
-def test_lever_drafts_the_two_likeliest_nodes_in_a_step() -> None:
+def test_lever_drafts_the_likeliest_nodes_one_two_four_or_eight_in_a_step() -> None:
     cycle = Cycle(guesses(7), cost(draft_s=0.002))
     frontiers = []
 
     def grow(now: Situation) -> list[int]:
         frontiers.append(now.tree.frontier())
-        return grow_while_it_pays(2)(now)
+        return grow_while_it_pays(now)
 
     cycle.grow(grow)
     assert len(cycle.steps) > 3
-    assert cycle.steps == [frontier[:2] for frontier in frontiers[: len(cycle.steps)]]
+    assert {len(step) for step in cycle.steps} <= {1, 2, 4, 8}
+    assert cycle.steps == [frontier[: len(step)] for step, frontier in zip(cycle.steps, frontiers, strict=False)]
+
+
+@pytest.mark.parametrize(("more_s", "width"), [(0.0, 8), (0.5, 8), (3.0, 1)])
+def test_lever_drafts_as_many_in_a_step_as_pay_for_the_time_that_they_add(more_s: float, width: int) -> None:
+    machine = cost()
+    for nodes in (1, 2, 4, 8):
+        machine.observe_draft(nodes, 0.02 * (1 + more_s * (nodes - 1)))
+    tree = Cycle(lambda _path: [(token, 0.12) for token in range(8)], machine).tree
+    assert len(grow_while_it_pays(Situation(tree, machine, 0.0, 48))) == width
 
 
 def test_lever_takes_nothing_for_granted_of_what_a_full_tree_checks_already() -> None:

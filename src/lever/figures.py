@@ -1,0 +1,96 @@
+"""Times and figures of an answer while it comes: laps, stats, marks. Decides nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from lever.model import Model
+from lever.stats import RunStats
+from lever.trace import Cycle, Mark
+from lever.tree import DraftTree, TreeRows
+from lever.weights.store import Store
+
+
+class Clock:
+    """Time, and time spent waiting for reads."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._last = self._now()
+
+    def lap(self) -> tuple[float, float]:
+        """Seconds, and seconds of waiting, since the last lap."""
+        now = self._now()
+        (seconds, stalled), self._last = ((now[0] - self._last[0], now[1] - self._last[1]), now)
+        return seconds, stalled
+
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), self._store.stats.stall_s
+
+
+class Trace:
+    """Marks of the cycle under way, kept where somebody wants to be told of it."""
+
+    def __init__(self, model: Model, store: Store, on_cycle: Callable[[Cycle], None] | None) -> None:
+        self.drafted = 0
+        self._model, self._store, self._on_cycle = model, store, on_cycle
+        self._marks: list[Mark] = []
+        self._started = self._lap = self._compute_s = 0.0
+
+    def begin(self) -> None:
+        """A cycle begins."""
+        self._marks, self.drafted = [], 0
+        self._started = self.lap()
+
+    def lap(self) -> float:
+        """The time, from which the next layer counts."""
+        self._lap, self._compute_s = time.perf_counter(), self._model.stats.layers_s
+        return self._lap
+
+    def mark(self, what: Literal["draft", "layer", "project"], start: float, compute_s: float = 0.0) -> float:
+        """Something has been done since `start`; the time."""
+        now = time.perf_counter()
+        if self._on_cycle is not None:
+            self._marks.append(Mark(what, start, now, compute_s, self._store.stats.read_bytes))
+        return now
+
+    def layer(self) -> None:
+        """The target has done a layer."""
+        if self._on_cycle is not None:
+            self.mark("layer", self._lap, self._model.stats.layers_s - self._compute_s)
+            self.lap()
+
+    def end(self, tree: DraftTree, rows: TreeRows, accepted: Sequence[int]) -> None:
+        """The cycle has ended."""
+        if self._on_cycle is not None:
+            self._on_cycle(Cycle(tree, rows, tuple(accepted), self.drafted, self._started, tuple(self._marks)))
+
+
+class Figures:
+    """Brings the stats of a run up to date, from counters that go on from run to run."""
+
+    def __init__(self, model: Model, store: Store, stats: RunStats) -> None:
+        self._model, self._store, self._stats = model, store, stats
+        self._before = self._now()
+
+    def update(self) -> None:
+        """Take what has happened since the decode phase began."""
+        s = self._stats
+        s.decode_s, s.verify_s, s.project_s, s.stall_s, s.read_s, read_bytes = (
+            now - before for now, before in zip(self._now(), self._before, strict=True)
+        )
+        s.read_bytes = int(read_bytes)
+        s.python_s = s.decode_s - s.verify_s - s.project_s - s.stall_s - s.draft_s
+
+    def _now(self) -> tuple[float, ...]:
+        model, store = self._model.stats, self._store.stats
+        return (
+            time.perf_counter(),
+            model.layers_s,
+            model.projection_s,
+            store.stall_s + model.embedding_s,
+            store.read_s,
+            store.read_bytes,
+        )
