@@ -16,6 +16,7 @@ from lever.weights.image import Image
 
 PART = "draft"  # of the plan of its target
 TREE_ROWS = 48  # of a pass over the target, at most
+LOGITS = 8  # rows of a likely path that are projected at once
 NODES = 128  # of a tree that the draft has expanded, at most
 STEPS = 6  # graphs that it keeps: for one, two and four nodes, and as many at the border of two lengths of context
 BATCH = 128  # tokens of a prompt that it reads at once

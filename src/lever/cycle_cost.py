@@ -133,7 +133,8 @@ class CycleCost:
         self._n_passes = 0
         self._most_threads = n_threads
         self._draft, self._last_draft = RowTable(WIDER), 0  # and the pass before it
-        self._read, self._rest, self._project = Average(), Average(), Average()
+        self._read, self._rest, self._project = Average(), Average(), RowTable(WIDER)
+        self._passes: dict[int, tuple[int, float]] = {}  # by rows, as far as asked since the last one: threads, seconds
 
     @property
     def knows_passes(self) -> bool:
@@ -143,6 +144,7 @@ class CycleCost:
     def observe_pass(self, rows: int, seconds: float, compute_s: float, read_s: float, threads: int = 1) -> None:
         """A pass over the target's layers: its time, that inside ggml, and that with reads in flight."""
         self._n_passes += 1
+        self._passes.clear()
         self._last[threads] = self._n_passes
         self._compute.setdefault(threads, RowTable()).observe(rows, compute_s)
         for other in [count for count, last in self._last.items() if self._n_passes - last > FORGOTTEN]:
@@ -158,33 +160,42 @@ class CycleCost:
             self._compute.setdefault(threads, RowTable()).observe(rows, compute_s)
             self._last[threads] = 0
             self._read.observe(read_s)
+            self._passes.clear()
 
     def observe_draft(self, nodes: int, seconds: float) -> None:
         """A draft step."""
         self._last_draft = self._n_passes
         self._draft.observe(nodes, seconds)
 
-    def observe_project(self, seconds: float) -> None:
-        """One row through the output projection."""
-        self._project.observe(seconds)
+    def observe_project(self, rows: int, seconds: float) -> None:
+        """So many rows through the output projection."""
+        self._project.observe(rows, seconds)
 
     def threads(self, rows: int) -> int:
         """For a pass with so many rows: the fewest that are as good as the best, since others want the cores too."""
-        counts = sorted({*(1 << power for power in range(self._most_threads.bit_length())), self._most_threads})
-        times = [self._with(rows, count) for count in counts]
-        return next(count for count, seconds in zip(counts, times, strict=True) if seconds <= NEAR * min(times))
+        return self._pass(rows)[0]
 
     def pass_s(self, rows: int) -> float:
         """Of a pass with so many rows: the slower of reading and computing, and what neither hides."""
-        return self._with(rows, self.threads(rows)) + (self._rest.value or 0.0)
+        return self._pass(rows)[1]
 
     def draft_s(self, nodes: int) -> float:
         """Of a draft step that expands so many nodes."""
         return self._draft.seconds(nodes)
 
-    def project_s(self) -> float:
-        """Of one row's logits."""
-        return self._project.value or 0.0
+    def project_s(self, rows: int = 1) -> float:
+        """Of the logits of so many rows at once."""
+        return self._project.seconds(rows)
+
+    def _pass(self, rows: int) -> tuple[int, float]:
+        found = self._passes.get(rows)
+        if found is None:
+            counts = sorted({*(1 << power for power in range(self._most_threads.bit_length())), self._most_threads})
+            times = [self._with(rows, count) for count in counts]
+            best = min(times)
+            threads, seconds = next((c, s) for c, s in zip(counts, times, strict=True) if s <= NEAR * best)
+            found = self._passes[rows] = threads, seconds + (self._rest.value or 0.0)
+        return found
 
     def _with(self, rows: int, threads: int) -> float:
         return max(self._read.value or 0.0, self._compute_s(rows, threads))

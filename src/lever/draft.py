@@ -15,7 +15,7 @@ from lever.model import Model
 from lever.tree import IN_TEXT, DraftTree, Rerooted
 
 CANDIDATES = 8  # behind each node; more add rows that are hardly ever reached
-NEAR = 12.0  # logits below the best: there are a few of these, or few that matter
+NEAR = 12.0  # logits below the best: what is further off is never worth a row
 LEAST_TEMPERATURE = 1e-4  # as good as none, and no quotient of logits by it overflows
 
 
@@ -118,7 +118,8 @@ class Draft:
 
 
 def likeliest(logits: NDArray[np.float32], n: int, temperature: float) -> list[tuple[int, float]]:
-    """The n most probable tokens and their probabilities. A greedy target is met by the draft's plain softmax.
+    """The n most probable tokens, or as many as are at all likely, and their probabilities. A greedy target is met by
+    the draft's plain softmax.
 
     None where logits are not finite: a draft that is damaged, or overflows at a token, must not end the target's text.
     """
@@ -129,8 +130,6 @@ def likeliest(logits: NDArray[np.float32], n: int, temperature: float) -> list[t
     if temperature > 0:
         below_best /= np.float32(max(temperature, LEAST_TEMPERATURE))
     near = np.flatnonzero(below_best > -NEAR)  # a partition of the whole vocabulary takes ten times as long
-    if len(near) < n:
-        near = np.arange(len(logits))
     if len(near) > n:
         near = near[np.argpartition(below_best[near], -n)[-n:]]
     top = near[np.argsort(-below_best[near], kind="stable")]

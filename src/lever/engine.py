@@ -271,18 +271,13 @@ class Engine:
     def _walk(self, run: _Run, tree: DraftTree, rows: TreeRows, *, drafted: bool) -> Iterator[tuple[Step, int]]:
         """The target's own tokens along the tree, each with the row it was drawn behind (0: the root's).
 
-        Logits are made for the rows that the walk reaches, and no others.
+        Logits are made for rows that the walk reaches, and for those that it will so probably reach that it saves time.
         """
-        row = 0
+        row, known = 0, dict[int, NDArray[np.float32]]()
         while True:
-            started, trial = run.trace.lap(), self._project_threads.trying
-            self._model.n_threads = self._project_threads.count
-            logits: NDArray[np.float32] = self._model.project([row])[0]
-            seconds = run.trace.mark("project", started) - started
-            self._project_threads.observe(seconds, 0.0)
-            if not trial:
-                self._cost.observe_project(seconds)
-            run.cycle_s += seconds
+            if row not in known:
+                known = self._project(run, self._likely_path(tree, rows, row))
+            logits = known[row]
             step = run.step(logits)
             if drafted:
                 self._judge(tree, rows.nodes[row], step.token)
@@ -296,6 +291,33 @@ class Engine:
                 return
             run.stats.accepted += 1
             row = child
+
+    def _likely_path(self, tree: DraftTree, rows: TreeRows, row: int) -> list[int]:
+        """A row, and those behind it along the likeliest path that are better projected at once with it."""
+        cost, path, reach = self._cost, [row], tree.reach[rows.nodes[row]]
+        best, best_saved, expected = 1, 0.0, 1.0
+        while len(path) < self._model.shape.n_logits and reach:
+            children = [r for r in range(path[-1] + 1, len(rows.nodes)) if rows.parents[r] == path[-1]]
+            if not children:
+                break
+            path.append(max(children, key=lambda r: tree.reach[rows.nodes[r]]))
+            expected += tree.reach[rows.nodes[path[-1]]] / reach
+            saved = expected * cost.project_s(1) - cost.project_s(len(path))
+            if saved > best_saved:
+                best, best_saved = len(path), saved
+        return path[:best]
+
+    def _project(self, run: _Run, path: Sequence[int]) -> dict[int, NDArray[np.float32]]:
+        """Logits of these rows."""
+        started, trial = run.trace.lap(), self._project_threads.trying
+        self._model.n_threads = self._project_threads.count
+        logits = self._model.project(path)
+        seconds = run.trace.mark("project", started) - started
+        self._project_threads.observe(seconds / len(path), 0.0)
+        if not trial:
+            self._cost.observe_project(len(path), seconds)
+        run.cycle_s += seconds
+        return dict(zip(path, logits, strict=True))
 
     def _judge(self, tree: DraftTree, node: int, token: int) -> None:
         """The target's token behind a node, against what the draft said."""

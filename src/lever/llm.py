@@ -12,7 +12,7 @@ from pathlib import Path
 from lever import gguf as gguf_file
 from lever.arch import ModelConfig
 from lever.chat import ChatTemplate
-from lever.companion import PART, TREE_ROWS, Companion
+from lever.companion import LOGITS, PART, TREE_ROWS, Companion
 from lever.draft import Draft
 from lever.engine import Engine, FinishReason, Step, check_prompt
 from lever.errors import Cancelled, TemplateError, UsageError
@@ -73,7 +73,7 @@ class LLM(Owner):
         self.name = name or str(path)
         self.draft_name = draft_name or str(draft) if draft is not None else None
         self.policy = preset(policy or ("flash-ar" if draft is None else "lever"))
-        self.settings = settings if draft is None else replace(settings, n_tree=TREE_ROWS)
+        self.settings = settings if draft is None else replace(settings, n_tree=TREE_ROWS, n_logits=LOGITS)
         if self.policy.drafts and draft is None:
             raise UsageError(f"the preset {self.policy.name} needs a draft: give one with --draft")
         self.gguf, self.config, self.tokenizer, self._companion = _read(path, self.settings, draft)

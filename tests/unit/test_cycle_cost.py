@@ -86,7 +86,7 @@ def test_nothing_is_known_before_the_first_pass() -> None:
     assert not cost.knows_passes
     assert (cost.pass_s(4), cost.draft_s(2), cost.project_s()) == (0.0, 0.0, 0.0)
     cost.observe_draft(2, 0.1)
-    cost.observe_project(0.1)
+    cost.observe_project(1, 0.1)
     assert not cost.knows_passes
     cost.observe_pass(1, 0.5, 0.1, 0.4)
     assert cost.knows_passes
@@ -120,9 +120,9 @@ def test_drafts_go_by_nodes_and_projections_by_one() -> None:
     cost = CycleCost()
     cost.observe_draft(1, 0.02)
     cost.observe_draft(3, 0.03)
-    cost.observe_project(0.01)
+    cost.observe_project(1, 0.01)
     assert cost.draft_s(2) == pytest.approx(0.025)
-    assert cost.draft_s(6) == pytest.approx(0.06)
+    assert cost.draft_s(6) == pytest.approx(0.045)  # each more adds half of what proportion says
     assert cost.project_s() == 0.01
 
 

@@ -59,7 +59,7 @@ def cost(
         found.observe_pass(rows, max(read_s, rows * row_s), rows * row_s, read_s)
     found.observe_draft(1, draft_s)
     found.observe_draft(128, draft_s)  # however many at once
-    found.observe_project(project_s)
+    found.observe_project(1, project_s)
     return found
 
 
