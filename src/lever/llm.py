@@ -32,6 +32,7 @@ from lever.workspace import ModelShape
 
 log = logging.getLogger(__name__)
 
+LOOKUP = "lookup"  # in the place of a draft's name
 # Lists that only the tokenizer needs; they weigh tens of megabytes as Python objects.
 VOCABULARY_KEYS = ("tokens", "merges", "scores", "token_type")
 
@@ -63,18 +64,21 @@ class LLM(Owner):
         name: str = "",
         draft: Path | None = None,
         draft_name: str = "",
+        lookup: bool = False,
         policy: str | None = None,
     ) -> None:
         """Read the file's header and build the tokenizer: enough to encode prompts. Errors as in `lever.errors`.
 
-        `draft` is a small model of the same vocabulary that guesses ahead, `policy` the name of a preset; neither
-        changes the text. DoesNotFit before the tokenizer is built, which takes a hundred megabytes for a moment.
+        `draft` is a small model of the same vocabulary that guesses ahead; with `lookup` and without a draft, guesses
+        come from the text alone; `policy` is the name of a preset. None of these changes the text. DoesNotFit before
+        the tokenizer is built, which takes a hundred megabytes for a moment.
         """
         self.name = name or str(path)
-        self.draft_name = draft_name or str(draft) if draft is not None else None
-        self.policy = preset(policy or ("flash-ar" if draft is None else "lever"))
-        self.settings = settings if draft is None else replace(settings, n_tree=TREE_ROWS, n_logits=LOGITS)
-        if self.policy.drafts and draft is None:
+        self.draft_name = draft_name or str(draft) if draft is not None else LOOKUP if lookup else None
+        self.policy = preset(policy or ("flash-ar" if self.draft_name is None else "lever"))
+        guesses = self.draft_name is not None
+        self.settings = replace(settings, n_tree=TREE_ROWS, n_logits=LOGITS) if guesses else settings
+        if self.policy.drafts and draft is None and not (lookup and self.policy.adaptive):
             raise UsageError(f"the preset {self.policy.name} needs a draft: give one with --draft")
         self.gguf, self.config, self.tokenizer, self._companion = _read(path, self.settings, draft)
         self._loaded: LoadedModel | None = None

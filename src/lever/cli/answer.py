@@ -14,7 +14,7 @@ from lever.cli.console import Bar, bar, note, same_place, write, write_json
 from lever.cli.opening import learn, open_draft, open_path, tune
 from lever.cli.options import AUTO, INTERRUPTED, NONE
 from lever.errors import DoesNotFit, StorageError, UsageError
-from lever.llm import LLM, Generation, GenerationSettings
+from lever.llm import LLM, LOOKUP, Generation, GenerationSettings
 from lever.loader import ModelSettings, Progress
 from lever.memory import format_size
 from lever.policies import preset as find_preset
@@ -23,6 +23,7 @@ from lever.stats import RunStats
 log = logging.getLogger(__name__)
 
 SLOW_TOKEN_S = 2.0  # a token that takes longer is worth a word before it is waited for
+MOSTLY = 0.5  # of the passes without a guess: worth a word
 SLOW_STORAGE = 300e6  # bytes per second: below are SD cards, hard disks and networks
 
 
@@ -79,6 +80,8 @@ def open_llm(question: Question, settings: ModelSettings, progress: Bar, output:
     wanted, preset = question.draft, question.preset
     if preset is not None and not find_preset(preset).drafts:
         wanted = NONE
+    if wanted == LOOKUP:
+        return LLM(opened.path, settings, name=question.model, lookup=True, policy=preset)
     name = opened.draft if wanted == AUTO else None if wanted == NONE else wanted
     if name is None:
         return LLM(opened.path, settings, name=question.model, policy=preset)
@@ -203,7 +206,7 @@ def _figures(stats: RunStats, bytes_per_pass: int) -> str:
     return "; ".join(
         (
             _speed(stats),
-            *([f"{stats.tokens_per_cycle:.1f} a pass with {stats.draft}"] if stats.verified else []),
+            *_guessing(stats),
             f"prompt of {stats.prompt_tokens} in {stats.prefill_s:.1f} s",
             _reads(stats, bytes_per_pass),
             f"{100 * stats.pinned_share:.0f} % of the layers in DRAM",
@@ -212,6 +215,17 @@ def _figures(stats: RunStats, bytes_per_pass: int) -> str:
             f"seed {stats.seed}",
         )
     )
+
+
+def _guessing(stats: RunStats) -> list[str]:
+    """What guessing ahead has brought, or that it was left."""
+    if stats.draft is None or not stats.cycles:
+        return []
+    plain = stats.plain_cycles / stats.cycles
+    if plain > MOSTLY:
+        why = "the text repeats nothing" if stats.draft == LOOKUP else "plain decoding is faster here"
+        return [f"no guess in {100 * plain:.0f} % of the passes: {why}"]
+    return [f"{stats.tokens_per_cycle:.1f} a pass with {stats.draft}"]
 
 
 def _speed(stats: RunStats) -> str:

@@ -128,7 +128,7 @@ Draft = Annotated[
         "--draft",
         value="MODEL",
         help="A small model of the same family that guesses ahead; the text stays the same. auto: the one that goes "
-        "with the model, if it fits; none.",
+        "with the model, if it fits; lookup: none, guesses come from the text so far; none.",
     ),
 ]
 NoDraft = Annotated[bool, _flag(MEMORY, "--no-draft", value=SWITCH, help="Plain decoding: as --draft none.")]
@@ -138,7 +138,8 @@ PresetFlag = Annotated[
         MEMORY,
         "--preset",
         value="NAME",
-        help="How guesses are made and checked: lever, flash-ar (none), chain-sd, specinfer, opt-tree. "
+        help="How guesses are made and checked: lever, flash-ar (none), chain-sd, edgellm, specinfer, opt-tree, "
+        "lever-paper. "
         f"{_otherwise('lever with a draft, flash-ar without')}",
     ),
 ]
