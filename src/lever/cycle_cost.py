@@ -1,26 +1,43 @@
 """What a cycle costs, learned while it runs: passes by rows, draft steps by nodes, projections. Runs nothing itself.
 
-Streaming hides compute and compute hides streaming, so rows are free up to the knee where both take as long.
+Streaming hides compute and compute hides streaming, so rows are free up to the knee where both take as long. A profile
+may foretell all of it: then the first cycle is as well informed as the others, and what is seen corrects the profile.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 WEIGHT = 0.3  # of a new observation against what was known
 NEAR = 1.03  # times that differ by less are equal
+FIRST_NODES = 2  # of a draft step, when its threads are chosen
 FORGOTTEN = 16  # passes after which a number of threads, or a draft, that was not used is unknown again
 
 
-class Average:
-    """A moving average; None before the first observation."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foretold:
+    """What a profile says of a cycle's parts before there was one, in seconds. Tables are by threads, then by rows."""
 
-    def __init__(self) -> None:
-        self.value: float | None = None
+    compute: Mapping[int, Mapping[int, float]]  # of a pass over the target's layers
+    read_s: float  # of such a pass
+    rest_s: float  # that such a pass takes beyond the slower of both
+    project: Mapping[int, float]  # of one row's logits, by threads
+    draft: Mapping[int, Mapping[int, float]]  # of a draft step, by threads and nodes; empty where it was not measured
+
+
+class Average:
+    """A moving average. Before the first observation, which takes its place, it is what was foretold, or None."""
+
+    def __init__(self, foretold: float | None = None) -> None:
+        self.value = foretold
+        self._seen = False
 
     def observe(self, seconds: float) -> None:
         """One more."""
-        self.value = seconds if self.value is None else self.value + WEIGHT * (seconds - self.value)
+        known = self.value if self._seen else None
+        self.value, self._seen = seconds if known is None else known + WEIGHT * (seconds - known), True
 
 
 class RowTable:
@@ -59,31 +76,110 @@ class RowTable:
         return value
 
 
-class CycleCost:
-    """Predicts the seconds of a cycle's parts from those before it, and how many threads a pass should have."""
+class ForetoldTable(RowTable):
+    """Seconds by number of rows where something was foretold: the shape is that of the profile, the level what is seen.
 
-    def __init__(self, n_threads: int = 1) -> None:
+    A number of rows that was seen takes what was seen. Any other takes what was foretold, times how much longer the
+    numbers next to it took than they were foretold to; before there are any, what was foretold.
+    """
+
+    def __init__(self, foretold: Mapping[int, float]) -> None:
+        super().__init__()
+        self._foretold, self._ratios = line_through(foretold), RowTable()
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """So many rows took so long."""
+        super().observe(rows, seconds)
+        self._ratios.observe(rows, seconds / self._foretold.seconds(rows))
+
+    def seconds(self, rows: int) -> float:
+        """What so many rows will take."""
+        return self._foretold.seconds(rows) * self.level(rows)
+
+    def level(self, rows: int) -> float:
+        """How much longer so many rows take than was foretold."""
+        if not self._seen:
+            return 1.0
+        return self._ratios.seconds(min(max(rows, min(self._seen)), max(self._seen)))
+
+
+def line_through(points: Mapping[int, float]) -> RowTable:
+    """A table that has seen each of these once."""
+    table = RowTable()
+    for rows, seconds in points.items():
+        table.observe(rows, seconds)
+    return table
+
+
+class Foresight:
+    """What costs begin with, and go back to where what was seen is forgotten. With nothing foretold: nothing."""
+
+    def __init__(self, foretold: Foretold | None) -> None:
+        self._compute: Mapping[int, Mapping[int, float]] = {} if foretold is None else foretold.compute
+        self._draft: Mapping[int, Mapping[int, float]] = {} if foretold is None else foretold.draft
+        self._lines = {threads: line_through(points) for threads, points in self._compute.items()}
+        self.read_s, self.rest_s = (None, None) if foretold is None else (foretold.read_s, foretold.rest_s)
+        self._project: Mapping[int, float] = {} if foretold is None else foretold.project
+
+    def compute(self, threads: int) -> RowTable:
+        """Of passes with so many threads."""
+        return ForetoldTable(self._compute[threads]) if threads in self._compute else RowTable()
+
+    def draft(self, threads: int) -> RowTable:
+        """Of draft steps with so many threads."""
+        return ForetoldTable(self._draft[threads]) if threads in self._draft else RowTable()
+
+    def draft_threads(self, nodes: int) -> int:
+        """The fewest that are as good as the best for steps of so many nodes; one while nothing is known."""
+        times = {threads: line_through(points).seconds(nodes) for threads, points in sorted(self._draft.items())}
+        return next((threads for threads in times if times[threads] <= NEAR * min(times.values())), 1)
+
+    def project_s(self, threads: int) -> float | None:
+        """Of one row's logits."""
+        return self._project.get(threads)
+
+    def share(self, rows: int, threads: int, known: int) -> float:
+        """How much longer a pass takes on so many threads than on a known number: evenly shared, if nothing is said."""
+        if threads not in self._lines or known not in self._lines:
+            return known / threads
+        return self._lines[threads].seconds(rows) / self._lines[known].seconds(rows)
+
+
+class CycleCost:
+    """Predicts the seconds of a cycle's parts from those before it, and how many threads a pass should have.
+
+    What is `foretold` is corrected by what is seen. Without it the first pass of all is plain, to learn what one takes.
+    """
+
+    def __init__(self, n_threads: int = 1, foretold: Foretold | None = None) -> None:
+        self._foresight = Foresight(foretold)
         self._compute: dict[int, RowTable] = {}  # by threads
         self._last: dict[int, int] = {}  # pass that had so many threads
         self._n_passes = 0
         self._most_threads = n_threads
-        self._draft, self._last_draft = RowTable(), 0  # and the pass before it
-        self._read, self._rest, self._project = Average(), Average(), Average()
+        self._draft, self._last_draft = self._foresight.draft(self.draft_threads), 0  # and the pass before it
+        self._read, self._rest = Average(self._foresight.read_s), Average(self._foresight.rest_s)
+        self._project = Average(self._foresight.project_s(self.threads(1)))
+
+    @property
+    def draft_threads(self) -> int:
+        """For the first draft steps."""
+        return min(self._foresight.draft_threads(FIRST_NODES), self._most_threads)
 
     @property
     def knows_passes(self) -> bool:
-        """Whether there was one yet."""
+        """Whether there was one yet, or one was foretold."""
         return self._read.value is not None
 
     def observe_pass(self, rows: int, seconds: float, compute_s: float, read_s: float, threads: int = 1) -> None:
         """A pass over the target's layers: its time, that inside ggml, and that with reads in flight."""
         self._n_passes += 1
         self._last[threads] = self._n_passes
-        self._compute.setdefault(threads, RowTable()).observe(rows, compute_s)
+        self._compute.setdefault(threads, self._foresight.compute(threads)).observe(rows, compute_s)
         for other in [count for count, last in self._last.items() if self._n_passes - last > FORGOTTEN]:
             del self._compute[other], self._last[other]  # it may have been somebody else's fault: try again
         if self._n_passes - self._last_draft > FORGOTTEN:
-            self._draft = RowTable()  # nor is a draft that was too slow once given up for good
+            self._draft = self._foresight.draft(self.draft_threads)  # nor is a draft that was too slow once given up for good
         self._read.observe(read_s)
         self._rest.observe(max(seconds - max(compute_s, read_s), 0.0))
 
@@ -118,8 +214,8 @@ class CycleCost:
         return max(self._read.value or 0.0, self._compute_s(rows, threads))
 
     def _compute_s(self, rows: int, threads: int) -> float:
-        """A number of threads that was never tried is taken to share the work of the nearest one evenly."""
+        """A number of threads that was never tried takes what the nearest one does, times what was foretold of both."""
         if not self._compute:
-            return 0.0
+            return self._foresight.compute(threads).seconds(rows)
         known = min(self._compute, key=lambda count: abs(count - threads))
-        return self._compute[known].seconds(rows) * known / threads
+        return self._compute[known].seconds(rows) * self._foresight.share(rows, threads, known)

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lever.cycle_cost import CycleCost
+from lever.cycle_cost import CycleCost, Foretold
 from lever.draft import Draft
 from lever.errors import Cancelled, ContextOverflow, LeverError, UsageError
 from lever.model import Model
@@ -49,18 +49,22 @@ class Engine:
         *,
         draft: Draft | None = None,
         policy: Preset | None = None,
+        foretold: Foretold | None = None,
     ) -> None:
-        """With `n_threads` at most; `start_threads` is what the first passes for a token get."""
+        """With `n_threads` at most; `start_threads` is what the first passes for a token get.
+
+        `foretold` are the costs of a cycle as far as they are known beforehand.
+        """
         self._model = model
         self._store = store
         self._draft = draft
         self._policy = policy or preset("flash-ar" if draft is None else "lever")
-        self._cost = CycleCost(n_threads)
+        self._cost = CycleCost(n_threads, foretold)
         self._layer_threads = ThreadChooser(n_threads, n_threads)
         # Streaming starts with one thread: it nearly always keeps up, and leaves the rest of the machine alone.
         start = start_threads or (1 if store.streamed else n_threads)
         self._pass_threads = ThreadChooser(start, n_threads)
-        self._draft_threads = ThreadChooser(1, n_threads)
+        self._draft_threads = ThreadChooser(self._cost.draft_threads, n_threads)
         self._cached: list[int] = []
         self._request = 0  # the newest one; the model has one KV cache, so older ones cannot go on
 

@@ -15,8 +15,8 @@ ROOT = Path(lever.__file__).parent
 RANKS = (
     {"errors", "linux", "owner"},
     {"pages", "settings", "memory", "machine", "stats", "threads", "gguf", "text", "tree", "cost", "cycle_cost"},
-    {"ggml", "arch", "tokenizer", "sample", "policies", "trace"},
-    {"chat", "weights", "kv_cache"},
+    {"ggml", "arch", "tokenizer", "sample", "policies", "trace", "pair"},
+    {"chat", "weights", "kv_cache", "forecast"},
     {"transformer"},
     {"workspace"},
     {"sizing"},
