@@ -55,9 +55,10 @@ class Companion(Owner):
         return self._loaded
 
     def close(self) -> None:
-        """Free it."""
+        """Free it; it may be loaded again."""
         if self._loaded is not None:
             self._loaded.close()
+            self._loaded = None
 
 
 def check_vocabulary(path: Path, draft: Sequence[bytes], target: Sequence[bytes]) -> None:

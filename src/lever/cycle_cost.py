@@ -118,7 +118,8 @@ class Foresight:
         self._compute: Mapping[int, Mapping[int, float]] = {} if foretold is None else foretold.compute
         self._draft: Mapping[int, Mapping[int, float]] = {} if foretold is None else foretold.draft
         self._lines = {threads: line_through(points) for threads, points in self._compute.items()}
-        self.read_s, self.rest_s = (None, None) if foretold is None else (foretold.read_s, foretold.rest_s)
+        self.read_s = None if foretold is None else foretold.read_s
+        self.rest_s = None if foretold is None else foretold.rest_s
         self._project: Mapping[int, float] = {} if foretold is None else foretold.project
 
     def compute(self, threads: int) -> RowTable:
@@ -179,7 +180,9 @@ class CycleCost:
         for other in [count for count, last in self._last.items() if self._n_passes - last > FORGOTTEN]:
             del self._compute[other], self._last[other]  # it may have been somebody else's fault: try again
         if self._n_passes - self._last_draft > FORGOTTEN:
-            self._draft = self._foresight.draft(self.draft_threads)  # nor is a draft that was too slow once given up for good
+            self._draft = self._foresight.draft(
+                self.draft_threads
+            )  # nor is a draft that was too slow once given up for good
         self._read.observe(read_s)
         self._rest.observe(max(seconds - max(compute_s, read_s), 0.0))
 

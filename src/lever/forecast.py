@@ -1,7 +1,7 @@
 """What a cycle with a draft will take and bring, before there was one. Arithmetic on profiles; measures nothing.
 
-The costs are those that a run starts with (`lever.cycle_cost`), and what is drafted and checked is what the preset's own
-rules choose. Only the draft is made up: one whose first guess is right with the same probability everywhere.
+The costs are those that a run starts with (`lever.cycle_cost`), and what is drafted and checked is what the preset's
+own rules choose. Only the draft is made up: one whose first guess is right with the same probability everywhere.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ def foretell(
     plain = pass_time(profile, 1, few, streamed.layers + streamed.projection)
     rows = [count for count in ROWS if count <= max(most_rows, 1)]
     bands_s = streamed.projection / rate
-    compute = {
-        n: {r: profile.n_layers * layer_seconds(profile, r, n, share) for r in rows} for n in counts
-    }
+    compute = {n: {r: profile.n_layers * layer_seconds(profile, r, n, share) for r in rows} for n in counts}
     return Foretold(
         compute=compute,
         read_s=streamed.layers / rate,

@@ -1,4 +1,4 @@
-"""What is known of a draft with its target: its steps, and what runs of both have shown. Plain data; measures nothing."""
+"""What is known of a draft with its target: its steps, and what runs of both have shown. Measures nothing."""
 
 from __future__ import annotations
 
@@ -49,11 +49,6 @@ class PairProfile:
         require(bool(self.steps), "steps is empty")
         keys = [(step.rows, step.threads) for step in self.steps]
         require(len(set(keys)) == len(keys), "the same was measured twice")
-
-    @property
-    def key(self) -> str:
-        """A name for files."""
-        return f"{self.target.key}-{self.draft.key}"
 
     def after(self, first: float, seconds: float | None) -> PairProfile:
         """What is known after one more run, see `Shown`."""

@@ -638,7 +638,9 @@ def pair_path(target: Identity, draft: Identity) -> Path:
 def kept_pair(target: Identity, companion: Companion) -> PairProfile | None:
     """What was kept of this pair; as `kept`."""
     draft = identity_of(companion.gguf, companion.config)
-    return _read(pair_path(target, draft), PairProfile.from_json, lambda pair: (pair.target, pair.draft) == (target, draft))
+    return _read(
+        pair_path(target, draft), PairProfile.from_json, lambda pair: (pair.target, pair.draft) == (target, draft)
+    )
 
 
 def keep_pair(pair: PairProfile) -> Path:
@@ -683,6 +685,11 @@ def is_worth_it(plan: Plan) -> bool:
 def covers(profile: Profile, n_threads: int) -> bool:
     """Whether it tells of that many threads; a full one is not given up for a quick one."""
     return not profile.quick or n_threads <= max(time.threads for time in profile.layers)
+
+
+def covers_steps(pair: PairProfile, n_threads: int) -> bool:
+    """As `covers`, for a draft; its kernels may want a power of two."""
+    return not pair.quick or 1 << (n_threads.bit_length() - 1) <= max(step.threads for step in pair.steps)
 
 
 def tuned(profile: Profile, plan: Plan, settings: ModelSettings) -> ModelSettings:

@@ -56,6 +56,7 @@ TINY = Scope(
     rows=(1, 3),
     logits=(1, 2),
     together=(1, 2),
+    nodes=(1, 3),
     laps=2,
     sample_bytes=MIB // 4,
     pass_bytes=MIB // 4,
