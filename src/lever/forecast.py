@@ -81,10 +81,12 @@ def tokens_of_best(first: float, n: int) -> float:
 
 def agreement(tokens: float, rows: float) -> float:
     """The share of first guesses that must be right, where passes over so many rows brought so many tokens each."""
-    low, high, n = 0.0, MOST_FIRST, max(round(rows), 1)
+    low, high = 0.0, MOST_FIRST
+    n = int(rows)
     for _ in range(20):
         middle = (low + high) / 2
-        low, high = (middle, high) if tokens_of_best(middle, n) < tokens else (low, middle)
+        few, more = tokens_of_best(middle, n), tokens_of_best(middle, n + 1)
+        low, high = (middle, high) if few + (rows - n) * (more - few) < tokens else (low, middle)
     return (low + high) / 2
 
 

@@ -557,20 +557,27 @@ def _from_laps(rows: int, threads: int, n_layers: int, laps: Sequence[_Lap]) -> 
 
 
 def draft_steps(model: Model, scope: Scope, progress: Progress = lambda _what: None) -> tuple[RowTime, ...]:
-    """Seconds of draft steps by nodes and threads: forward, logits and candidates. LeverError for a broken draft."""
+    """Seconds of draft steps by nodes and threads: forward, logits and candidates. LeverError for a broken draft.
+
+    Threads that do not pay for the smallest step are not tried on others: without cores of their own, they take long.
+    """
     most = model.n_threads
-    growing = _Growing(Draft(model))
-    growing.once(1)  # the first pass of all takes longer
-    nodes = [n for n in scope.nodes if n <= model.shape.n_tree]
-    try:
-        counts = thread_counts(most)
+    counts, growing = thread_counts(most), _Growing(Draft(model))
+    smallest, *others = [n for n in scope.nodes if n <= model.shape.n_tree]
+
+    def measured(nodes: Sequence[int], counts: Sequence[int]) -> list[RowTime]:
         sampled = _in_turns(
             model, nodes, counts, scope, growing.once, lambda n, t: progress(f"the draft: {n} nodes, {t} threads")
         )
+        return [RowTime(*key, Measured.of(samples)) for key, samples in sampled.items()]
+
+    try:
+        growing.once(smallest)  # the first pass of all takes longer
+        steps = measured([smallest], counts)
+        return (*steps, *measured(others, [count for count in counts if _pays(steps, count)]))
     finally:
         model.n_threads = most
         model.kv.truncate(0)
-    return tuple(RowTime(*key, Measured.of(samples)) for key, samples in sampled.items())
 
 
 class _Growing:
