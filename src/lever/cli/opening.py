@@ -134,7 +134,7 @@ def open_llm(wanted: Wanted, settings: ModelSettings, progress: Bar, *, ample: b
     if name is None:
         return LLM(opened.path, budget, name=wanted.model, policy=wanted.preset)
     try:
-        draft = open_draft(name, settings, progress, offline=wanted.offline, quiet=wanted.quiet)
+        draft = open_draft(name, budget, progress, offline=wanted.offline, quiet=wanted.quiet)
         return LLM(opened.path, budget, name=wanted.model, draft=draft, draft_name=name, policy=wanted.preset)
     except (DoesNotFit, StorageError) as error:
         if wanted.draft != AUTO or wanted.preset is not None:
