@@ -13,6 +13,7 @@ from dataclasses import dataclass
 WEIGHT = 0.3  # of a new observation against what was known
 NEAR = 1.03  # times that differ by less are equal
 FIRST_NODES = 2  # of a draft step, when its threads are chosen
+BEARABLE = 1.5  # times as long as with the best number of threads: one that was foretold to take longer is not tried
 FORGOTTEN = 16  # passes after which a number of threads, or a draft, that was not used is unknown again
 
 
@@ -130,10 +131,20 @@ class Foresight:
         """Of draft steps with so many threads."""
         return ForetoldTable(self._draft[threads]) if threads in self._draft else RowTable()
 
-    def draft_threads(self, nodes: int) -> int:
-        """The fewest that are as good as the best for steps of so many nodes; one while nothing is known."""
-        times = {threads: line_through(points).seconds(nodes) for threads, points in sorted(self._draft.items())}
-        return next((threads for threads in times if times[threads] <= NEAR * min(times.values())), 1)
+    def draft_threads(self, most: int) -> tuple[int, int]:
+        """For draft steps: the fewest that are as good as the best, and the most that are worth a trial.
+
+        One and `most` while nothing is known. Threads without a core of their own may take a hundred times as long, so
+        that a single trial costs more than all steps of an answer.
+        """
+        lines = {threads: line_through(points) for threads, points in sorted(self._draft.items()) if threads <= most}
+        if not lines:
+            return 1, most
+        times = {threads: line.seconds(FIRST_NODES) for threads, line in lines.items()}
+        best = min(times.values())
+        good = [threads for threads, seconds in times.items() if seconds <= NEAR * best]
+        bearable = [threads for threads, seconds in times.items() if seconds <= BEARABLE * best]
+        return good[0], bearable[-1]
 
     def project_s(self, threads: int) -> float | None:
         """Of one row's logits."""
@@ -158,14 +169,14 @@ class CycleCost:
         self._last: dict[int, int] = {}  # pass that had so many threads
         self._n_passes = 0
         self._most_threads = n_threads
-        self._draft, self._last_draft = self._foresight.draft(self.draft_threads), 0  # and the pass before it
+        self._draft, self._last_draft = self._new_draft_table(), 0  # and the pass before it
         self._read, self._rest = Average(self._foresight.read_s), Average(self._foresight.rest_s)
         self._project = Average(self._foresight.project_s(self.threads(1)))
 
     @property
-    def draft_threads(self) -> int:
-        """For the first draft steps."""
-        return min(self._foresight.draft_threads(FIRST_NODES), self._most_threads)
+    def draft_threads(self) -> tuple[int, int]:
+        """For the first draft steps, and the most for any."""
+        return self._foresight.draft_threads(self._most_threads)
 
     @property
     def knows_passes(self) -> bool:
@@ -180,9 +191,7 @@ class CycleCost:
         for other in [count for count, last in self._last.items() if self._n_passes - last > FORGOTTEN]:
             del self._compute[other], self._last[other]  # it may have been somebody else's fault: try again
         if self._n_passes - self._last_draft > FORGOTTEN:
-            self._draft = self._foresight.draft(
-                self.draft_threads
-            )  # nor is a draft that was too slow once given up for good
+            self._draft = self._new_draft_table()  # nor is a draft that was too slow once given up for good
         self._read.observe(read_s)
         self._rest.observe(max(seconds - max(compute_s, read_s), 0.0))
 
@@ -212,6 +221,9 @@ class CycleCost:
     def project_s(self) -> float:
         """Of one row's logits."""
         return self._project.value or 0.0
+
+    def _new_draft_table(self) -> RowTable:
+        return self._foresight.draft(self.draft_threads[0])
 
     def _with(self, rows: int, threads: int) -> float:
         return max(self._read.value or 0.0, self._compute_s(rows, threads))

@@ -64,7 +64,7 @@ class Engine:
         # Streaming starts with one thread: it nearly always keeps up, and leaves the rest of the machine alone.
         start = start_threads or (1 if store.streamed else n_threads)
         self._pass_threads = ThreadChooser(start, n_threads)
-        self._draft_threads = ThreadChooser(self._cost.draft_threads, n_threads)
+        self._draft_threads = ThreadChooser(*self._cost.draft_threads)
         self._cached: list[int] = []
         self._request = 0  # the newest one; the model has one KV cache, so older ones cannot go on
 

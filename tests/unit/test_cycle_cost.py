@@ -222,7 +222,7 @@ def test_before_the_first_pass_all_is_known_that_was_foretold() -> None:
     assert cost.draft_s(2) == pytest.approx(0.035)
     assert cost.project_s() == pytest.approx(0.012)  # with the threads of a plain pass
     assert (cost.threads(1), cost.threads(16), cost.threads(48)) == (1, 2, 2)
-    assert cost.draft_threads == 2
+    assert cost.draft_threads == (2, 2)
 
 
 def test_the_first_cycle_drafts_where_it_was_plain_without_a_word() -> None:
@@ -267,4 +267,21 @@ def test_a_number_of_threads_of_which_nothing_was_foretold_shares_the_work_evenl
 def test_a_model_without_a_draft_is_foretold_without_steps() -> None:
     cost = CycleCost(2, foretold(draft={}))
 
-    assert (cost.draft_s(2), cost.draft_threads) == (0.0, 1)
+    assert (cost.draft_s(2), cost.draft_threads) == (0.0, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("steps", "most", "threads"),
+    [
+        ({1: {2: 0.05}, 2: {2: 0.03}}, 2, (2, 2)),
+        ({1: {2: 0.05}, 2: {2: 0.03}}, 1, (1, 1)),
+        ({1: {2: 0.05}, 2: {2: 0.049}}, 2, (1, 2)),  # as good: the fewest
+        ({1: {2: 0.05}, 2: {2: 0.07}}, 2, (1, 2)),  # it may have been a moment's
+        ({1: {2: 0.05}, 2: {1: 0.7}}, 2, (1, 1)),  # without a core of their own
+        ({}, 2, (1, 2)),
+    ],
+)
+def test_a_draft_gets_the_fewest_threads_that_are_as_good_and_none_that_were_far_worse(
+    steps: dict[int, Observations], most: int, threads: tuple[int, int]
+) -> None:
+    assert CycleCost(most, foretold(draft=steps)).draft_threads == threads
