@@ -87,7 +87,7 @@ def _draw_layers(axes: Axes, profile: Profile) -> None:
 
 def _draw_steps(axes: Axes, pair: PairProfile) -> None:
     _draw_times(axes, pair.steps)
-    axes.set_ylim(bottom=0)
+    axes.set_yscale("log")
     axes.set(xlabel="nodes", ylabel="ms", title="a draft step")
     axes.legend(fontsize=7)
 

@@ -296,6 +296,7 @@ def _projection_times(model: Model, counts: Sequence[int], scope: Scope, progres
     def tell(rows: int, threads: int) -> None:
         progress(f"output projection: {rows} rows, {threads} threads")
 
+    once(1)  # the first takes longer, and where all take long it would be the only one
     sampled = _in_turns(model, scope.logits, counts, scope, once, tell)
     model.kv.truncate(0)
     return tuple(RowTime(*key, Measured.of(samples)) for key, samples in sampled.items())
