@@ -31,7 +31,7 @@ class Companion(Owner):
         self.config = ModelConfig.from_gguf(gguf)
         self._loaded: LoadedModel | None = None
         check_vocabulary(path, gguf.strings("tokenizer.ggml.tokens"), vocabulary)
-        self._gguf = replace(
+        self.gguf = replace(
             gguf, metadata={k: v for k, v in gguf.metadata.items() if not isinstance(v, list) or k.startswith("lever.")}
         )
         n_ctx = min(most_ctx(target, settings) + NODES, self.config.n_ctx_train)
@@ -48,19 +48,20 @@ class Companion(Owner):
 
     def nbytes(self, python: int) -> int:
         """Bytes that it takes; DoesNotFit if that alone is too much."""
-        _, found = plan(load(), self._gguf, self.config, self._settings, python=python)
+        _, found = plan(load(), self.gguf, self.config, self._settings, python=python)
         return found.total - found.parts[PYTHON]
 
     def load(self, python: int, progress: Progress | None = None) -> LoadedModel:
         """The model in its place."""
         if self._loaded is None:
-            self._loaded = LoadedModel(self._gguf, self.config, self._settings, python=python, progress=progress)
+            self._loaded = LoadedModel(self.gguf, self.config, self._settings, python=python, progress=progress)
         return self._loaded
 
     def close(self) -> None:
-        """Free it."""
+        """Free it; it may be loaded again."""
         if self._loaded is not None:
             self._loaded.close()
+            self._loaded = None
 
 
 def check_vocabulary(path: Path, draft: Sequence[bytes], target: Sequence[bytes]) -> None:

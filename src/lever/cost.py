@@ -48,7 +48,7 @@ class Measured:
     spread: float = 0.0  # distance between the quartiles, as a share of the median
 
     def __post_init__(self) -> None:
-        _require(0 < self.median < math.inf and 0 <= self.spread < math.inf, f"{self} is no measurement")
+        require(0 < self.median < math.inf and 0 <= self.spread < math.inf, f"{self} is no measurement")
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Measured:
@@ -71,8 +71,8 @@ class ReadRate:
     busy: Measured | None  # None: there was no memory for a model beside the ring
 
     def __post_init__(self) -> None:
-        _require(0 < self.block <= 1 << 30 and self.block % PAGE == 0, f"reads of {self.block} bytes")
-        _require(0 < self.depth <= 64, f"{self.depth} reads in flight")
+        require(0 < self.block <= 1 << 30 and self.block % PAGE == 0, f"reads of {self.block} bytes")
+        require(0 < self.depth <= 64, f"{self.depth} reads in flight")
 
     @property
     def rate(self) -> Measured:
@@ -89,7 +89,7 @@ class RowTime:
     seconds: Measured
 
     def __post_init__(self) -> None:
-        _require(self.rows > 0 and self.threads > 0, f"{self.rows} rows on {self.threads} threads")
+        require(self.rows > 0 and self.threads > 0, f"{self.rows} rows on {self.threads} threads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ class Together:
     python: Measured  # outside ggml and outside waits, the whole pass
 
     def __post_init__(self) -> None:
-        _require(self.rows > 0 and self.threads > 0, f"{self.rows} rows on {self.threads} threads")
-        _require(self.n_layers > 0 and self.read_bytes > 0, "a pass over nothing")
+        require(self.rows > 0 and self.threads > 0, f"{self.rows} rows on {self.threads} threads")
+        require(self.n_layers > 0 and self.read_bytes > 0, "a pass over nothing")
 
     @property
     def compute_s(self) -> float:
@@ -139,7 +139,7 @@ class Correction:
 
     def __post_init__(self) -> None:
         sound = all(1 / DOUBT <= share <= DOUBT for share in (self.seconds, self.read))
-        _require(self.runs >= 0 and sound, f"{self} is no correction")
+        require(self.runs >= 0 and sound, f"{self} is no correction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +177,14 @@ class Profile:
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        _require(self.version == VERSION, f"it is of version {self.version}, this lever keeps {VERSION}")
-        _require(self.n_layers > 0 and self.layer_bytes > 0, "a model without layers")
+        require(self.version == VERSION, f"it is of version {self.version}, this lever keeps {VERSION}")
+        require(self.n_layers > 0 and self.layer_bytes > 0, "a model without layers")
         for name in ("reads", "layers", "projections"):
-            _require(bool(getattr(self, name)), f"{name} is empty")
+            require(bool(getattr(self, name)), f"{name} is empty")
         reads = [(rate.block, rate.depth) for rate in self.reads]
         times = [[(t.rows, t.threads) for t in table] for table in (self.layers, self.projections, self.together)]
         for keys in (reads, *times):
-            _require(len(set(keys)) == len(keys), "the same was measured twice")
+            require(len(set(keys)) == len(keys), "the same was measured twice")
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -193,18 +193,24 @@ class Profile:
     @classmethod
     def from_json(cls, text: str) -> Profile:
         """ProfileError for anything that `to_json` of this version did not write."""
-        try:
-            value = json.loads(text)
-        except ValueError as error:
-            raise ProfileError(f"it is no JSON ({error})") from error
-        if isinstance(value, dict) and value.get("version") != VERSION:
-            raise ProfileError(f"it is of version {value.get('version')!r}, this lever keeps {VERSION}")
-        return _parsed(cls, value, "profile")
+        return from_json(cls, text, VERSION, "profile")
 
 
-def _require(holds: bool, otherwise: str) -> None:
+def require(holds: bool, otherwise: str) -> None:
+    """ProfileError unless it holds."""
     if not holds:
         raise ProfileError(otherwise)
+
+
+def from_json(kind: type[T], text: str, version: int, name: str) -> T:
+    """What was kept as JSON; ProfileError unless it is exactly of this kind and version."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ProfileError(f"it is no JSON ({error})") from error
+    if isinstance(value, dict) and value.get("version") != version:
+        raise ProfileError(f"it is of version {value.get('version')!r}, this lever keeps {version}")
+    return _parsed(kind, value, name)
 
 
 def _parsed(kind: type[T], value: Any, where: str) -> T:
@@ -213,16 +219,16 @@ def _parsed(kind: type[T], value: Any, where: str) -> T:
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         names = {f.name for f in fields(kind)}
-        _require(isinstance(value, dict) and set(value) == names, f"{where} has not the fields of a {kind.__name__}")
+        require(isinstance(value, dict) and set(value) == names, f"{where} has not the fields of a {kind.__name__}")
         found = kind(**{name: _parsed(hints[name], value[name], f"{where}.{name}") for name in names})
     elif get_origin(kind) is tuple:
-        _require(isinstance(value, list), f"{where} is no list")
+        require(isinstance(value, list), f"{where} is no list")
         found = tuple(_parsed(get_args(kind)[0], item, f"{where}[{place}]") for place, item in enumerate(value))
     elif get_args(kind):  # something or None
         found = None if value is None else _parsed(_other_than_none(kind), value, where)
     else:
         number = kind is float and type(value) is int  # true is no number
-        _require(type(value) is kind or number, f"{where} is {value!r}")
+        require(type(value) is kind or number, f"{where} is {value!r}")
         found = float(value) if number else value
     return found  # type: ignore[no-any-return]  # of the kind that was asked for, by the branches above
 
@@ -335,18 +341,19 @@ def corrected(profile: Profile, seconds: float, read_bytes_per_s: float, expecte
     The rate of reads counts where they were the limit: elsewhere the store mostly waits.
     """
     old = profile.correction
-    faster = _credible(read_bytes_per_s / rate) if expected.limit == "reads" else 1.0
-    slower = _credible(seconds / (expected.seconds / faster))  # than what that rate explains
-    new = Correction(old.runs + 1, _bounded(old.seconds * slower**WEIGHT), _bounded(old.read * faster**WEIGHT))
+    faster = credible(read_bytes_per_s / rate) if expected.limit == "reads" else 1.0
+    slower = credible(seconds / (expected.seconds / faster))  # than what that rate explains
+    new = Correction(old.runs + 1, bounded(old.seconds * slower**WEIGHT), bounded(old.read * faster**WEIGHT))
     return replace(profile, correction=new)
 
 
-def _credible(share: float) -> float:
+def credible(share: float) -> float:
     """How far a run was off what was foretold; 1 when that cannot be true of the machine."""
     return share if 1 / DOUBT <= share <= DOUBT else 1.0
 
 
-def _bounded(share: float) -> float:
+def bounded(share: float) -> float:
+    """Within what is kept of a correction."""
     return min(max(share, 1 / DOUBT), DOUBT)
 
 

@@ -1,30 +1,45 @@
-"""What a cycle costs and guessing brings, learned while it runs: passes by rows, draft steps by nodes. Runs nothing.
+"""What a cycle costs, learned while it runs: passes by rows, draft steps by nodes, projections. Runs nothing itself.
 
-Streaming hides compute and compute hides streaming, so rows are free up to the knee where both take as long.
+Streaming hides compute and compute hides streaming, so rows are free up to the knee where both take as long. A profile
+may foretell all of it: then the first cycle is as well informed as the others, and what is seen corrects the profile.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 WEIGHT = 0.3  # of a new observation against what was known
 WIDER = 0.5  # share of a draft step that each node more is thought to add: with kernels for several rows, it is so
 NEAR = 1.03  # times that differ by less are equal
-PRIOR, KEPT = 4.0, 0.95  # nodes that a draft is believed for, and what is kept of those seen with each more
-ENOUGH, LATER = 3, 0.8  # cycles before guessing is given up, and what is kept of those seen with each more
-FIRST_PAUSE, LAST_PAUSE = 8, 256  # cycles without guessing, doubled each time that it still does not pay
+FIRST_NODES = 2  # of a draft step, when its threads are chosen
+BEARABLE = 1.5  # times as long as with the best number of threads: one that was foretold to take longer is not tried
 FORGOTTEN = 16  # passes after which a number of threads, or a draft, that was not used is unknown again
 
 
-class Average:
-    """A moving average; None before the first observation."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foretold:
+    """What a profile says of a cycle's parts before there was one, in seconds. Tables are by threads, then by rows."""
 
-    def __init__(self) -> None:
-        self.value: float | None = None
+    compute: Mapping[int, Mapping[int, float]]  # of a pass over the target's layers
+    read_s: float  # of such a pass
+    rest_s: float  # that such a pass takes beyond the slower of both
+    project: Mapping[int, float]  # of one row's logits, by threads
+    draft: Mapping[int, Mapping[int, float]]  # of a draft step, by threads and nodes; empty where it was not measured
+
+
+class Average:
+    """A moving average. Before the first observation, which takes its place, it is what was foretold, or None."""
+
+    def __init__(self, foretold: float | None = None) -> None:
+        self.value = foretold
+        self._seen = False
 
     def observe(self, seconds: float) -> None:
         """One more."""
-        self.value = seconds if self.value is None else self.value + WEIGHT * (seconds - self.value)
+        known = self.value if self._seen else None
+        self.value, self._seen = seconds if known is None else known + WEIGHT * (seconds - known), True
 
 
 class RowTable:
@@ -66,79 +81,114 @@ class RowTable:
         return value
 
 
-class Reliability:
-    """The paper's r: how often the target's token was among a node's candidates, against how often the draft said so.
+class ForetoldTable(RowTable):
+    """Seconds by number of rows where something was foretold: the shape is that of the profile, the level what is seen.
 
-    1 for a draft that is right about itself, or modest; its probabilities are multiplied by less when it promises too
-    much. That keeps their order behind each node.
+    A number of rows that was seen takes what was seen. Any other takes what was foretold, times how much longer the
+    numbers next to it took than they were foretold to; before there are any, what was foretold.
     """
 
-    def __init__(self) -> None:
-        self._promised, self._met = PRIOR, PRIOR
+    def __init__(self, foretold: Mapping[int, float]) -> None:
+        super().__init__()
+        self._foretold, self._ratios = line_through(foretold), RowTable()
 
-    @property
-    def value(self) -> float:
-        """Of a probability of the draft, the share to believe."""
-        return min(self._met / self._promised, 1.0)
+    def observe(self, rows: int, seconds: float) -> None:
+        """So many rows took so long."""
+        super().observe(rows, seconds)
+        self._ratios.observe(rows, seconds / self._foretold.seconds(rows))
 
-    def observe(self, promised: float, met: bool) -> None:
-        """A node's candidates had this probability together, by the draft; the target's token was among them or not."""
-        self._promised = KEPT * self._promised + promised
-        self._met = KEPT * self._met + met
+    def seconds(self, rows: int) -> float:
+        """What so many rows will take."""
+        return self._foretold.seconds(rows) * self.level(rows)
+
+    def level(self, rows: int) -> float:
+        """How much longer so many rows take than was foretold."""
+        if not self._seen:
+            return 1.0
+        return self._ratios.seconds(min(max(rows, min(self._seen)), max(self._seen)))
 
 
-class Worth:
-    """Whether guessing ahead has paid, by what cycles took and brought. Where it has not, it pauses and tries again."""
+def line_through(points: Mapping[int, float]) -> RowTable:
+    """A table that has seen each of these once."""
+    table = RowTable()
+    for rows, seconds in points.items():
+        table.observe(rows, seconds)
+    return table
 
-    def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0
-        self._n = 0
-        self._pause, self._wait = FIRST_PAUSE, 0
-        self._enough = ENOUGH
 
-    @property
-    def guessing(self) -> bool:
-        """Whether the next cycle should guess."""
-        return self._wait == 0
+class Foresight:
+    """What costs begin with, and go back to where what was seen is forgotten. With nothing foretold: nothing."""
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Of cycles that guessed, the later ones counting more; None before there were any."""
-        return self._tokens / self._seconds if self._seconds else None
+    def __init__(self, foretold: Foretold | None) -> None:
+        self._compute: Mapping[int, Mapping[int, float]] = {} if foretold is None else foretold.compute
+        self._draft: Mapping[int, Mapping[int, float]] = {} if foretold is None else foretold.draft
+        self._lines = {threads: line_through(points) for threads, points in self._compute.items()}
+        self.read_s = None if foretold is None else foretold.read_s
+        self.rest_s = None if foretold is None else foretold.rest_s
+        self._project: Mapping[int, float] = {} if foretold is None else foretold.project
 
-    def observe(self, tokens: int, seconds: float, plain_s: float) -> None:
-        """A cycle that guessed brought so many tokens in so long; a plain one takes `plain_s` for its one."""
-        self._tokens = LATER * self._tokens + tokens
-        self._seconds = LATER * self._seconds + seconds
-        self._n += 1
-        if self._n < self._enough:
-            return
-        if self._tokens * plain_s < self._seconds:
-            self._wait, self._pause = self._pause, min(2 * self._pause, LAST_PAUSE)
-            self._tokens, self._seconds, self._n, self._enough = 0.0, 0.0, 0, 1
-        else:
-            self._pause, self._enough = FIRST_PAUSE, ENOUGH
+    def compute(self, threads: int) -> RowTable:
+        """Of passes with so many threads."""
+        return ForetoldTable(self._compute[threads]) if threads in self._compute else RowTable()
 
-    def wait(self) -> None:
-        """A cycle did not guess."""
-        self._wait = max(self._wait - 1, 0)
+    def draft(self, threads: int) -> RowTable:
+        """Of draft steps with so many threads."""
+        return ForetoldTable(self._draft[threads]) if threads in self._draft else RowTable(WIDER)
+
+    def draft_threads(self, most: int) -> tuple[int, int]:
+        """For draft steps: the fewest that are as good as the best, and the most that are worth a trial.
+
+        One and `most` while nothing is known. Threads without a core of their own may take a hundred times as long, so
+        that a single trial costs more than all steps of an answer.
+        """
+        lines = {threads: line_through(points) for threads, points in sorted(self._draft.items()) if threads <= most}
+        if not lines:
+            return 1, most
+        times = {threads: line.seconds(FIRST_NODES) for threads, line in lines.items()}
+        best = min(times.values())
+        good = [threads for threads, seconds in times.items() if seconds <= NEAR * best]
+        bearable = [threads for threads, seconds in times.items() if seconds <= BEARABLE * best]
+        return good[0], bearable[-1]
+
+    def project_s(self, threads: int) -> float | None:
+        """Of one row's logits."""
+        return self._project.get(threads)
+
+    def share(self, rows: int, threads: int, known: int) -> float:
+        """How much longer a pass takes on so many threads than on a known number: evenly shared, if nothing is said."""
+        if threads not in self._lines or known not in self._lines:
+            return known / threads
+        return self._lines[threads].seconds(rows) / self._lines[known].seconds(rows)
 
 
 class CycleCost:
-    """Predicts the seconds of a cycle's parts from those before it, and how many threads a pass should have."""
+    """Predicts the seconds of a cycle's parts from those before it, and how many threads a pass should have.
 
-    def __init__(self, n_threads: int = 1) -> None:
+    What is `foretold` is corrected by what is seen. Without it the first pass of all is plain, to learn what one takes.
+    """
+
+    def __init__(self, n_threads: int = 1, foretold: Foretold | None = None) -> None:
+        self._foresight = Foresight(foretold)
         self._compute: dict[int, RowTable] = {}  # by threads
         self._last: dict[int, int] = {}  # pass that had so many threads
         self._n_passes = 0
         self._most_threads = n_threads
-        self._draft, self._last_draft = RowTable(WIDER), 0  # and the pass before it
-        self._read, self._rest, self._project = Average(), Average(), RowTable(WIDER)
+        self._draft, self._last_draft = self._new_draft_table(), 0  # and the pass before it
+        self._read, self._rest = Average(self._foresight.read_s), Average(self._foresight.rest_s)
         self._passes: dict[int, tuple[int, float]] = {}  # by rows, as far as asked since the last one: threads, seconds
+        self._project = RowTable(WIDER)
+        project_s = self._foresight.project_s(self.threads(1))
+        if project_s is not None:
+            self._project.observe(1, project_s)
+
+    @property
+    def draft_threads(self) -> tuple[int, int]:
+        """For the first draft steps, and the most for any."""
+        return self._foresight.draft_threads(self._most_threads)
 
     @property
     def knows_passes(self) -> bool:
-        """Whether there was one yet."""
+        """Whether there was one yet, or one was foretold."""
         return self._read.value is not None
 
     def observe_pass(self, rows: int, seconds: float, compute_s: float, read_s: float, threads: int = 1) -> None:
@@ -146,11 +196,11 @@ class CycleCost:
         self._n_passes += 1
         self._passes.clear()
         self._last[threads] = self._n_passes
-        self._compute.setdefault(threads, RowTable()).observe(rows, compute_s)
+        self._compute.setdefault(threads, self._foresight.compute(threads)).observe(rows, compute_s)
         for other in [count for count, last in self._last.items() if self._n_passes - last > FORGOTTEN]:
             del self._compute[other], self._last[other]  # it may have been somebody else's fault: try again
         if self._n_passes - self._last_draft > FORGOTTEN:
-            self._draft = RowTable(WIDER)  # nor is a draft that was too slow once given up for good
+            self._draft = self._new_draft_table()  # nor is a draft that was too slow once given up for good
         self._read.observe(read_s)
         self._rest.observe(max(seconds - max(compute_s, read_s), 0.0))
 
@@ -197,12 +247,15 @@ class CycleCost:
             found = self._passes[rows] = threads, seconds + (self._rest.value or 0.0)
         return found
 
+    def _new_draft_table(self) -> RowTable:
+        return self._foresight.draft(self.draft_threads[0])
+
     def _with(self, rows: int, threads: int) -> float:
         return max(self._read.value or 0.0, self._compute_s(rows, threads))
 
     def _compute_s(self, rows: int, threads: int) -> float:
-        """A number of threads that was never tried is taken to share the work of the nearest one evenly."""
+        """A number of threads that was never tried takes what the nearest one does, times what was foretold of both."""
         if not self._compute:
-            return 0.0
+            return self._foresight.compute(threads).seconds(rows)
         known = min(self._compute, key=lambda count: abs(count - threads))
-        return self._compute[known].seconds(rows) * known / threads
+        return self._compute[known].seconds(rows) * self._foresight.share(rows, threads, known)

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lever.cycle_cost import CycleCost, Reliability, Worth
+from lever.cycle_cost import CycleCost, Foretold
 from lever.draft import Draft
 from lever.errors import Cancelled, ContextOverflow, LeverError, UsageError
 from lever.figures import Clock, Figures, Trace
@@ -25,6 +25,7 @@ from lever.threads import ThreadChooser
 from lever.trace import Cycle
 from lever.tree import DraftTree, TreeRows, depth_first, reroot
 from lever.weights.store import Store
+from lever.worth import Reliability, Worth
 
 # (logits of one row, tokens before it, position of the token to be drawn) -> token
 Draw = Callable[[NDArray[np.float32], Sequence[int], int], int]
@@ -55,27 +56,28 @@ class Engine:
         *,
         draft: Draft | None = None,
         policy: Preset | None = None,
+        foretold: Foretold | None = None,
     ) -> None:
         """With `n_threads` at most; `start_threads` is what the first passes for a token get.
 
         A policy that drafts does so from the text alone where there is no draft, if it is one that looks there.
+        `foretold` are the costs of a cycle as far as they are known beforehand.
         """
         self._model = model
         self._store = store
         self._draft = draft
         self._policy = policy or preset("flash-ar" if draft is None else "lever")
         self._threads = n_threads, start_threads
-        self._cost, self._worth, self._reliability, self._matches = (
-            CycleCost(n_threads),
-            Worth(),
-            Reliability(),
-            Record(),
-        )
+        self._foretold = foretold
+        # Where the draft goes on beside a pass, it has a core to itself.
+        beside = draft is not None and self._policy.meanwhile is not None
+        self._cost = CycleCost(max(n_threads - beside, 1), foretold)
+        self._worth, self._reliability, self._matches = Worth(), Reliability(), Record()
         self._layer_threads = ThreadChooser(n_threads, n_threads)
         # Streaming starts with one thread: it nearly always keeps up, and leaves the rest of the machine alone.
         start = start_threads or (1 if store.streamed else n_threads)
         self._pass_threads = ThreadChooser(start, n_threads)
-        self._draft_threads = ThreadChooser(1, n_threads)
+        self._draft_threads = ThreadChooser(*self._cost.draft_threads)
         self._project_threads = ThreadChooser(1, n_threads)
         self._cached: list[int] = []
         # The newest one, in a list that engines beside each other share: with one KV cache, older ones cannot go on.
@@ -85,7 +87,9 @@ class Engine:
         """Another engine with the same model, draft and KV cache. It learns for itself what things cost; an answer of
         either ends that of the other.
         """
-        other = Engine(self._model, self._store, *self._threads, draft=self._draft, policy=policy)
+        other = Engine(
+            self._model, self._store, *self._threads, draft=self._draft, policy=policy, foretold=self._foretold
+        )
         other._cached, other._requests = self._cached, self._requests
         return other
 

@@ -13,6 +13,7 @@ from lever import gguf as gguf_file
 from lever.arch import ModelConfig
 from lever.chat import ChatTemplate
 from lever.companion import LOGITS, PART, TREE_ROWS, Companion
+from lever.cycle_cost import Foretold
 from lever.draft import Draft
 from lever.engine import Engine, FinishReason, Step, check_prompt
 from lever.errors import Cancelled, TemplateError, UsageError
@@ -81,13 +82,23 @@ class LLM(Owner):
         if self.policy.drafts and draft is None and not (lookup and self.policy.adaptive):
             raise UsageError(f"the preset {self.policy.name} needs a draft: give one with --draft")
         self.gguf, self.config, self.tokenizer, self._companion = _read(path, self.settings, draft)
+        self.foretold: Foretold | None = None  # what the engine, made at the first answer, knows beforehand
         self._loaded: LoadedModel | None = None
 
-    def plan(self, settings: ModelSettings | None = None) -> tuple[ModelShape, Plan]:
-        """What `load` would do with these settings, or with those it was made with; DoesNotFit if it would."""
+    def plan(self, settings: ModelSettings | None = None, *, draft: bool = True) -> tuple[ModelShape, Plan]:
+        """What `load` would do with these settings, or with those it was made with; DoesNotFit if it would.
+
+        Without `draft` it is what it would do had it been made without one.
+        """
         gc.collect()  # the header's lists, before the plan counts the memory in use
-        beside = _beside(self._companion, rss_bytes())
-        return plan(load(), self.gguf, self.config, settings or self.settings, beside)
+        settings = settings or self.settings
+        beside = _beside(self._companion if draft else None, rss_bytes())
+        return plan(load(), self.gguf, self.config, settings if draft else replace(settings, n_tree=0), beside)
+
+    @property
+    def companion(self) -> Companion | None:
+        """The draft's place beside the target."""
+        return self._companion
 
     def load(self, progress: Progress | None = None, settings: ModelSettings | None = None) -> LoadedModel:
         """Plan, allocate, and read what is pinned; `generate` does it if nobody has.
@@ -118,7 +129,13 @@ class LLM(Owner):
         loaded = self.loaded
         draft = Draft(self._companion.load(0).model) if self._companion is not None else None
         return Engine(
-            loaded.model, loaded.store, loaded.n_threads, loaded.start_threads, draft=draft, policy=self.policy
+            loaded.model,
+            loaded.store,
+            loaded.n_threads,
+            loaded.start_threads,
+            draft=draft,
+            policy=self.policy,
+            foretold=self.foretold,
         )
 
     def encode_raw(self, text: str) -> list[int]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
+from lever.companion import PART
 from lever.cost import PassTime, Profile
 from lever.errors import DoesNotFit
+from lever.forecast import Cycle
 from lever.gguf import MATRIX_TYPES, TYPES
 from lever.llm import LLM
 from lever.loader import LEAST_CTX, ModelSettings
 from lever.memory import MIB, format_size
 from lever.pages import round_up
-from lever.profile import expected_pass
+from lever.pair import PairProfile, Shown
+from lever.profile import drafted_cycle, expected_pass
 from lever.weights.image import Image
 from lever.weights.plan import Plan
 
-PRESET = "flash-ar"
+PLAIN, DRAFTED = "flash-ar", "lever"  # presets
 MORE = 100_000_000  # bytes of memory whose worth is told
 LEAST_BATCH = 32
 SEARCH = 64  # steps of a MiB: what this process grows by between two plans
@@ -25,15 +28,15 @@ Line = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A preset, and what a pass of it takes."""
+    """Plain decoding: a pass is a token."""
 
-    preset: str
-    tokens_per_pass: float
     time: PassTime
+    instead: bool  # of a draft, whose memory keeps layers then
+    preset = PLAIN
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens_per_pass / self.time.seconds
+        return 1 / self.time.seconds
 
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -50,13 +53,64 @@ class Speed:
     def line(self) -> Line:
         """For people."""
         t = self.time
-        threads = f"{t.threads} thread{'s' * (t.threads > 1)}"
-        remark = f"{t.seconds:.3f} s a pass: reads {t.reads_s:.3f}, compute {t.compute_s:.3f} on {threads}"
-        return (
-            self.preset,
-            f"{self.tokens_per_s:.2f} tokens/s",
-            f"{remark}; {t.limit} are the limit".replace("compute are", "compute is"),
+        remark = f"{t.seconds:.3f} s a pass: reads {t.reads_s:.3f}, compute {t.compute_s:.3f} on {_threads(t.threads)}"
+        limit = f"{t.limit} are the limit".replace("compute are", "compute is")
+        instead = "; with layers in the draft's memory" * self.instead
+        return self.preset, f"{self.tokens_per_s:.2f} tokens/s", f"{remark}; {limit}{instead}"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedSpeed:
+    """With a draft: what a cycle is, and what runs have shown of such cycles."""
+
+    cycle: Cycle
+    shown: Shown
+    preset = DRAFTED
+
+    @property
+    def seconds(self) -> float:
+        """Of a cycle."""
+        return self.cycle.seconds * self.shown.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.cycle.tokens / self.seconds
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "preset": self.preset,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_cycle": self.cycle.tokens,
+            "cycle_s": self.seconds,
+            "pass_s": self.cycle.pass_s,
+            "draft_s": self.cycle.draft_s,
+            "project_s": self.cycle.project_s,
+            "rows": self.cycle.rows,
+            "draft_steps": self.cycle.steps,
+            "threads": self.cycle.threads,
+            "first_guesses_right": self.shown.first,
+            "shown_by_runs": self.shown.runs,  # 0: assumed
+            "cycle_s_over_foretold": self.shown.seconds,
+        }
+
+    def line(self) -> Line:
+        """For people."""
+        c, shown = self.cycle, self.shown
+        first, runs = f"{100 * shown.first:.0f} % of first guesses", f"{shown.runs} run{'s' * (shown.runs != 1)}"
+        why = f"{first} were right in {runs}" if shown.runs else f"assuming that {first} are right"
+        parts = (
+            f"pass of {c.rows} rows {c.pass_s:.3f} on {_threads(c.threads)}, draft {c.draft_s:.3f} in {c.steps} steps"
         )
+        remark = f"{c.tokens:.1f} tokens in {self.seconds:.3f} s a cycle: {parts}, logits {c.project_s:.3f}; {why}"
+        return self.preset, f"{self.tokens_per_s:.2f} tokens/s", remark
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"
+
+
+Speeds = tuple[Speed | DraftedSpeed, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +120,7 @@ class Gain:
     nbytes: int
     bytes_per_pass: int
     pinned_share: float
-    speeds: tuple[Speed, ...]
+    speeds: Speeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +130,10 @@ class Outlook:
     plan: Plan
     n_ctx: int
     image: str | None
-    speeds: tuple[Speed, ...]  # empty without a profile
+    speeds: Speeds  # empty without a profile
     gain: Gain | None  # None when nothing is left to gain
     profile: Profile | None
+    draft: str | None = None  # that guesses ahead
 
     fits = True
 
@@ -102,6 +157,8 @@ class Outlook:
             "image": self.image,
             "pinned_share": self.plan.pinned_share,
             "bytes_per_pass": self.plan.bytes_per_pass,
+            "draft": self.draft
+            and {"name": self.draft, "bytes": self.parts[PART], "times_as_fast_as_pinned_layers": self.draft_ratio},
             "presets": [speed.to_dict() for speed in self.speeds],
             "more_dram": gain
             and {
@@ -114,6 +171,12 @@ class Outlook:
             and {"date": profile.date, "quick": profile.quick, "correction": asdict(profile.correction)},
         }
 
+    @property
+    def draft_ratio(self) -> float | None:
+        """How many times as fast the draft is as layers that are kept in its memory; None where it is not known."""
+        speed = {speed.preset: speed.tokens_per_s for speed in self.speeds}
+        return speed[DRAFTED] / speed[PLAIN] if DRAFTED in speed else None
+
     def lines(self) -> Iterator[Line]:
         """For people: a name, a figure, a remark."""
         layers = f"{100 * self.plan.pinned_share:.0f} % of the layers stay in DRAM"
@@ -123,6 +186,8 @@ class Outlook:
             yield "flash image", self.image, ""
         for speed in self.speeds:
             yield speed.line()
+        if self.draft_ratio is not None:
+            yield "memory of the draft", format_size(self.parts[PART]), _better_use(self.draft_ratio)
         if self.gain is not None:
             yield f"{self.gain.nbytes / 1e6:.0f} MB more", *_gained(self.speeds, self.gain)
         if self.profile is not None:
@@ -130,11 +195,23 @@ class Outlook:
             yield "profile", kind, f"of {self.profile.date}, corrected by {runs} run{'s' * (runs != 1)}"
 
 
-def _gained(speeds: tuple[Speed, ...], gain: Gain) -> tuple[str, str]:
+def _better_use(ratio: float) -> str:
+    if ratio >= 1:
+        return f"serves best as it is: {ratio:.1f} times as fast as layers kept there"
+    return f"would serve better as layers kept there, {1 / ratio:.1f} times as fast: --no-draft"
+
+
+def _gained(speeds: Speeds, gain: Gain) -> tuple[str, str]:
+    """By the fastest way with and without; the others in the remark."""
     reads = f"{format_size(gain.bytes_per_pass)} in each pass, {100 * gain.pinned_share:.0f} % of the layers in DRAM"
     if not speeds:
         return "", reads
-    return f"{100 * (gain.speeds[0].tokens_per_s / speeds[0].tokens_per_s - 1):+.1f} %", reads
+    ratios = [
+        f"{100 * (more.tokens_per_s / now.tokens_per_s - 1):+.1f} % {now.preset}"
+        for now, more in zip(speeds, gain.speeds, strict=True)
+    ]
+    best = max(speed.tokens_per_s for speed in gain.speeds) / max(speed.tokens_per_s for speed in speeds)
+    return f"{100 * (best - 1):+.1f} %", "; ".join([*ratios * (len(ratios) > 1), reads])
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,71 +250,105 @@ class Shortage:
             yield "or", format_size(way.total) if way.total is not None else "less", f"with {way.words}"
 
 
-def outlook(llm: LLM, settings: ModelSettings, profile: Profile | None) -> Outlook:
-    """A run with these settings; DoesNotFit when there can be none."""
-    shape, plan = llm.plan(settings)
+def outlook(
+    llm: LLM,
+    settings: ModelSettings,
+    profile: Profile | None,
+    pair: PairProfile | None = None,
+    *,
+    draft: bool = True,
+) -> Outlook:
+    """A run with these settings, with the model's draft or without; DoesNotFit when there can be none."""
+    shape, plan = llm.plan(settings, draft=draft)
     image = Image.of(llm.gguf)
+    asked = _Asked(llm, replace(settings, n_ctx=shape.n_ctx), profile, pair if draft else None, draft)
     return Outlook(
         plan,
         shape.n_ctx,
         image.describe() if image is not None else None,
-        _speeds(profile, plan, settings),
-        _gain(llm, replace(settings, n_ctx=shape.n_ctx), plan, profile),
+        asked.speeds(plan),
+        _gain(asked, plan),
         profile,
+        llm.draft_name if draft else None,
     )
 
 
-def _speeds(profile: Profile | None, plan: Plan, settings: ModelSettings) -> tuple[Speed, ...]:
-    return () if profile is None else (Speed(PRESET, 1.0, expected_pass(profile, plan, settings)),)
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Which run is looked at, and what is known of it."""
+
+    llm: LLM
+    settings: ModelSettings
+    profile: Profile | None
+    pair: PairProfile | None
+    draft: bool
+
+    def speeds(self, plan: Plan, more: int = 0) -> Speeds:
+        """Of both presets after this plan; plain decoding is without the draft, whose memory then keeps layers."""
+        profile, pair, settings = self.profile, self.pair, replace(self.settings, dram=self.settings.dram + more)
+        if profile is None:
+            return ()
+        if pair is None:
+            return (Speed(expected_pass(profile, plan, settings), instead=False),)
+        _, alone = self.llm.plan(settings, draft=False)
+        return (
+            Speed(expected_pass(profile, alone, settings), instead=True),
+            DraftedSpeed(drafted_cycle(profile, pair, plan, settings.n_threads), pair.shown),
+        )
 
 
-def _gain(llm: LLM, settings: ModelSettings, before: Plan, profile: Profile | None) -> Gain | None:
+def _gain(asked: _Asked, before: Plan) -> Gain | None:
     """What more memory for the same context would bring; None when all is in memory, or may not be."""
-    _, after = llm.plan(replace(settings, dram=settings.dram + MORE))
+    _, after = asked.llm.plan(replace(asked.settings, dram=asked.settings.dram + MORE), draft=asked.draft)
     if after.bytes_per_pass == before.bytes_per_pass:
         return None
-    return Gain(MORE, after.bytes_per_pass, after.pinned_share, _speeds(profile, after, settings))
+    return Gain(MORE, after.bytes_per_pass, after.pinned_share, asked.speeds(after, MORE))
 
 
-def shortage(llm: LLM, settings: ModelSettings, error: DoesNotFit) -> Shortage:
-    """What these settings, which `error` refused, need at least, and ways to need less."""
-    return Shortage(error.parts, settings.dram, _least(llm, settings, sum(error.parts.values())), _ways(llm, settings))
+def shortage(llm: LLM, settings: ModelSettings, error: DoesNotFit, *, draft: bool = True) -> Shortage:
+    """What these settings, which `error` refused, need at least, and ways to need less; with the draft or without."""
+    least = _least(llm, settings, sum(error.parts.values()), draft)
+    return Shortage(error.parts, settings.dram, least, _ways(llm, settings, draft))
 
 
-def _least(llm: LLM, settings: ModelSettings, start: int) -> int:
+def _least(llm: LLM, settings: ModelSettings, start: int, draft: bool) -> int:
     """The least budget, in whole MiB, for which there is a plan."""
     budgets = (round_up(start, MIB) + step * MIB for step in range(SEARCH))
-    return next((budget for budget in budgets if _fits(llm, replace(settings, dram=budget))), start + SEARCH * MIB)
+    fitting = (budget for budget in budgets if fits(llm, replace(settings, dram=budget), draft=draft))
+    return next(fitting, start + SEARCH * MIB)
 
 
-def _fits(llm: LLM, settings: ModelSettings) -> bool:
+def fits(llm: LLM, settings: ModelSettings, *, draft: bool) -> bool:
+    """Whether there is a plan, with the model's draft or without."""
     try:
-        llm.plan(settings)
+        llm.plan(settings, draft=draft)
     except DoesNotFit:
         return False
     return True
 
 
-def _ways(llm: LLM, settings: ModelSettings) -> tuple[Way, ...]:
+def _ways(llm: LLM, settings: ModelSettings, draft: bool) -> tuple[Way, ...]:
     """Smaller settings, each by itself, with what it would take; those that bring nothing are left out."""
-    need = _need(llm, settings)
+    need = _need(llm, settings, draft)
     changes = {
         f"-c {LEAST_CTX}": replace(settings, n_ctx=min(LEAST_CTX, llm.config.n_ctx_train)),
         f"-b {LEAST_BATCH}": replace(settings, n_batch=min(LEAST_BATCH, settings.n_batch)),
         "fewer layers pinned: no --pin": replace(settings, pin_percent=None),
         "--ring 3": replace(settings, n_slots=3),
     }
-    totals = {words: _need(llm, changed) for words, changed in changes.items()}
+    totals = {words: _need(llm, changed, draft) for words, changed in changes.items()}
+    if draft and llm.companion is not None:
+        totals["--no-draft"] = _need(llm, settings, draft=False)
     ways = [Way(words, total) for words, total in totals.items() if total + MIB < need]
     if Image.of(llm.gguf) is None and _q4_0_is_smaller(llm):
         ways.append(Way(f"a smaller image: lever pack {llm.name} --type q4_0", None))
     return tuple(ways)
 
 
-def _need(llm: LLM, settings: ModelSettings) -> int:
+def _need(llm: LLM, settings: ModelSettings, draft: bool) -> int:
     """Bytes of the least plan."""
     try:
-        _, plan = llm.plan(replace(settings, dram=1))
+        _, plan = llm.plan(replace(settings, dram=1), draft=draft)
     except DoesNotFit as error:
         return sum(error.parts.values())
     return plan.total

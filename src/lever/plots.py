@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lever.bench import Row
-from lever.cost import Profile, best_read
+from lever.cost import Profile, RowTime, best_read
 from lever.errors import StorageError, UsageError
 from lever.memory import format_size
+from lever.pair import PairProfile
 from lever.trace import Cycle
 
 if TYPE_CHECKING:
@@ -31,12 +32,15 @@ def require_matplotlib(path: Path) -> None:
         )
 
 
-def draw_profile(profile: Profile, path: Path) -> None:
-    """Read rates by block and depth, and layer times by rows and threads with what a layer's reads take."""
-    figure = _paper(11, 4.5)
-    left, right = figure.subplots(1, 2)
-    _draw_reads(left, profile)
-    _draw_layers(right, profile)
+def draw_profile(profile: Profile, path: Path, pair: PairProfile | None = None) -> None:
+    """Read rates by block and depth, layer times by rows and threads with what a layer's reads take, draft steps."""
+    n = 2 if pair is None else 3
+    figure = _paper(5.5 * n, 4.5)
+    axes = figure.subplots(1, n)
+    _draw_reads(axes[0], profile)
+    _draw_layers(axes[1], profile)
+    if pair is not None:
+        _draw_steps(axes[2], pair)
     figure.suptitle(f"{profile.identity.machine}; {profile.identity.storage}; {profile.date}", fontsize=9)
     _save(figure, path)
 
@@ -138,8 +142,25 @@ def _draw_reads(axes: Axes, profile: Profile) -> None:
 
 
 def _draw_layers(axes: Axes, profile: Profile) -> None:
-    for threads in sorted({time.threads for time in profile.layers}):
-        times = sorted((t for t in profile.layers if t.threads == threads), key=lambda t: t.rows)
+    _draw_times(axes, profile.layers)
+    reads_ms = 1e3 * profile.layer_bytes / best_read(profile).rate.median
+    axes.axhline(reads_ms, color="black", linestyle="--", label=f"reads of a layer, {reads_ms:.1f} ms")
+    axes.set_yscale("log")
+    axes.set(xlabel="rows", ylabel="ms", title="an average layer")
+    axes.legend(fontsize=7)
+
+
+def _draw_steps(axes: Axes, pair: PairProfile) -> None:
+    _draw_times(axes, pair.steps)
+    axes.set_yscale("log")
+    axes.set(xlabel="nodes", ylabel="ms", title="a draft step")
+    axes.legend(fontsize=7)
+
+
+def _draw_times(axes: Axes, table: Sequence[RowTime]) -> None:
+    """A line for each number of threads."""
+    for threads in sorted({time.threads for time in table}):
+        times = sorted((t for t in table if t.threads == threads), key=lambda t: t.rows)
         axes.errorbar(
             [time.rows for time in times],
             [1e3 * time.seconds.median for time in times],
@@ -148,11 +169,6 @@ def _draw_layers(axes: Axes, profile: Profile) -> None:
             marker="o",
             capsize=2,
         )
-    reads_ms = 1e3 * profile.layer_bytes / best_read(profile).rate.median
-    axes.axhline(reads_ms, color="black", linestyle="--", label=f"reads of a layer, {reads_ms:.1f} ms")
-    rows = sorted({time.rows for time in profile.layers})
+    rows = sorted({time.rows for time in table})
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     axes.set_xticks(rows, [str(count) for count in rows])
-    axes.set(xlabel="rows", ylabel="ms", title="an average layer")
-    axes.legend(fontsize=7)

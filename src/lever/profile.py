@@ -22,11 +22,13 @@ from datetime import datetime
 from pathlib import Path
 from statistics import median
 from tempfile import NamedTemporaryFile
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lever.arch import ModelConfig, layer_tensors
+from lever.companion import TREE_ROWS, Companion
 from lever.cost import (
     Conditions,
     Identity,
@@ -41,7 +43,10 @@ from lever.cost import (
     fewest_threads,
     read_bytes_per_s,
 )
+from lever.cycle_cost import CycleCost, Foretold
+from lever.draft import Draft
 from lever.errors import Cancelled, DoesNotFit, LeverError, ProfileError, StorageError
+from lever.forecast import Cycle, Streamed, agreement, expected_cycle, foretell
 from lever.ggml import load
 from lever.gguf import GGUF
 from lever.loader import LoadedModel, ModelSettings
@@ -51,7 +56,10 @@ from lever.model import Model
 from lever.models.cache import PART_SUFFIX, home
 from lever.owner import Owner
 from lever.pages import PAGE, Pages, round_up
+from lever.pair import PairProfile
+from lever.policies import preset
 from lever.stats import RunStats
+from lever.tree import DraftTree
 from lever.weights.image import KEY, Image
 from lever.weights.plan import Plan, model_units
 from lever.weights.reader import DirectFile
@@ -63,11 +71,14 @@ log = logging.getLogger(__name__)
 N_CTX = 256  # rows of the widest pass; attention over more slots takes longer, which is not measured
 WORTH = 64 * MIB  # streamed in each pass: with less, a run has nothing to gain from a profile
 ENOUGH_PASSES = 8  # of a run, to learn from it
+ENOUGH_CYCLES = 4  # of a run with a draft, each of several tokens
 SHORT_CONTEXT = 1024  # beyond, attention takes time that a profile does not know of
 SHORT_S = 0.2  # a sample that takes less is taken twice in its turn
 MANY_ROWS = 16  # more take so long in each layer that a few layers tell enough
 LARGEST_FILE = 1 << 30  # written where a directory is measured
 LEAST_FILE = 64 * MIB
+DRAFT_TEXT = 32  # tokens behind which draft steps are measured
+T = TypeVar("T")
 Progress = Callable[[str], None]
 Sampled = Mapping[tuple[int, int], list[float]]  # by rows and threads
 
@@ -84,6 +95,7 @@ class Scope:
     rows: tuple[int, ...]  # through layers in memory
     logits: tuple[int, ...]  # rows through the projection
     together: tuple[int, ...]  # rows through layers that are streamed
+    nodes: tuple[int, ...]  # of a draft step
     laps: int  # such passes in a row
     sample_bytes: int  # of the layers in memory: more than a processor's cache holds
     pass_bytes: int  # of the layers that are streamed
@@ -99,6 +111,7 @@ QUICK = Scope(
     rows=(1, 16),
     logits=(1,),
     together=(1, 16),
+    nodes=(1, 2, 4),
     laps=2,
     sample_bytes=64 * MIB,
     pass_bytes=256 * MIB,
@@ -113,6 +126,7 @@ FULL = Scope(
     rows=(1, 2, 4, 8, 16, 32, 64, 128, 256),
     logits=(1, 2, 4, 8),
     together=(1, 4, 16, 32),
+    nodes=(1, 2, 4, 8, 16),
     laps=2,
     sample_bytes=192 * MIB,
     pass_bytes=768 * MIB,
@@ -282,6 +296,7 @@ def _projection_times(model: Model, counts: Sequence[int], scope: Scope, progres
     def tell(rows: int, threads: int) -> None:
         progress(f"output projection: {rows} rows, {threads} threads")
 
+    once(1)  # the first takes longer, and where all take long it would be the only one
     sampled = _in_turns(model, scope.logits, counts, scope, once, tell)
     model.kv.truncate(0)
     return tuple(RowTime(*key, Measured.of(samples)) for key, samples in sampled.items())
@@ -539,6 +554,72 @@ def _from_laps(rows: int, threads: int, n_layers: int, laps: Sequence[_Lap]) -> 
     )
 
 
+# --- draft steps --------------------------------------------------------------------------------------------
+
+
+def draft_steps(model: Model, scope: Scope, progress: Progress = lambda _what: None) -> tuple[RowTime, ...]:
+    """Seconds of draft steps by nodes and threads: forward, logits and candidates. LeverError for a broken draft.
+
+    Threads that do not pay for the smallest step are not tried on others: without cores of their own, they take long.
+    """
+    most = model.n_threads
+    counts, growing = thread_counts(most), _Growing(Draft(model))
+    smallest, *others = [n for n in scope.nodes if n <= model.shape.n_tree]
+
+    def measured(nodes: Sequence[int], counts: Sequence[int]) -> list[RowTime]:
+        sampled = _in_turns(
+            model, nodes, counts, scope, growing.once, lambda n, t: progress(f"the draft: {n} nodes, {t} threads")
+        )
+        return [RowTime(*key, Measured.of(samples)) for key, samples in sampled.items()]
+
+    try:
+        growing.once(smallest)  # the first pass of all takes longer
+        steps = measured([smallest], counts)
+        return (*steps, *measured(others, [count for count in counts if _pays(steps, count)]))
+    finally:
+        model.n_threads = most
+        model.kv.truncate(0)
+
+
+class _Growing:
+    """A tree behind a short text that grows by steps, and is begun anew when the draft has no room for more."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._text = [token % draft.model.config.n_vocab for token in range(DRAFT_TEXT)]
+        self._begin()
+
+    def once(self, n: int) -> float:
+        """Seconds of a step that expands so many nodes."""
+        if self._draft.room < n:
+            self._begin()
+        while len(self._tree.frontier()) < n:
+            self._expand(1)
+        started = time.perf_counter()
+        self._expand(n)
+        return time.perf_counter() - started
+
+    def _begin(self) -> None:
+        self._tree = DraftTree.rooted_at(self._text[-1])
+        self._draft.begin(self._tree, self._text, 0.0)
+
+    def _expand(self, n: int) -> None:
+        nodes = self._tree.frontier()[:n]
+        if not nodes:
+            raise LeverError("the draft guesses nothing: its logits are no numbers; fetch it anew, or --no-draft")
+        self._draft.expand(self._tree, nodes, 0.0)
+
+
+def measure_pair(target: Identity, companion: Companion, model: Model, scope: Scope, progress: Progress) -> PairProfile:
+    """The steps of a draft that is loaded; what runs have shown of the pair stays as it was kept."""
+    draft = identity_of(companion.gguf, companion.config)
+    steps = draft_steps(model, scope, progress)
+    date = datetime.now().isoformat(timespec="seconds")
+    found = PairProfile(target=target, draft=draft, date=date, quick=scope.quick, steps=steps)
+    before = kept_pair(target, companion)
+    return found if before is None else replace(found, shown=before.shown)
+
+
 # --- keeping ------------------------------------------------------------------------------------------------
 
 
@@ -549,26 +630,50 @@ def profile_path(identity: Identity) -> Path:
 
 def kept(identity: Identity) -> Profile | None:
     """The profile that was kept; None without one. One that cannot be used is told of and counts as none."""
-    path = profile_path(identity)
+    return _read(profile_path(identity), Profile.from_json, lambda profile: profile.identity == identity)
+
+
+def keep(profile: Profile) -> Path:
+    """Write it where `kept` finds it, at once and whole; StorageError when that fails."""
+    return _write(profile_path(profile.identity), profile.to_json())
+
+
+def pair_path(target: Identity, draft: Identity) -> Path:
+    """Where is kept what is known of a draft with its target, whether there is anything or not."""
+    return home() / "profiles" / f"{target.key}-{draft.key}.json"
+
+
+def kept_pair(target: Identity, companion: Companion) -> PairProfile | None:
+    """What was kept of this pair; as `kept`."""
+    draft = identity_of(companion.gguf, companion.config)
+    return _read(
+        pair_path(target, draft), PairProfile.from_json, lambda pair: (pair.target, pair.draft) == (target, draft)
+    )
+
+
+def keep_pair(pair: PairProfile) -> Path:
+    """Write it where `kept_pair` finds it; as `keep`."""
+    return _write(pair_path(pair.target, pair.draft), pair.to_json())
+
+
+def _read(path: Path, parse: Callable[[str], T], is_it: Callable[[T], bool]) -> T | None:
     try:
-        profile = Profile.from_json(path.read_text(encoding="utf-8"))
-        if profile.identity != identity:
+        found = parse(path.read_text(encoding="utf-8"))
+        if not is_it(found):
             raise ProfileError("it is of something else")
     except FileNotFoundError:
         return None
     except (ProfileError, OSError, UnicodeDecodeError) as error:
         log.warning("not using the profile %s: %s", path, error)
         return None
-    return profile
+    return found
 
 
-def keep(profile: Profile) -> Path:
-    """Write it where `kept` finds it, at once and whole; StorageError when that fails."""
-    path = profile_path(profile.identity)
+def _write(path: Path, text: str) -> Path:
     temporary = path.with_name(f"{path.name}.{os.getpid()}{PART_SUFFIX}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(profile.to_json() + "\n", encoding="utf-8")
+        temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         with suppress(OSError):
@@ -588,6 +693,11 @@ def is_worth_it(plan: Plan) -> bool:
 def covers(profile: Profile, n_threads: int) -> bool:
     """Whether it tells of that many threads; a full one is not given up for a quick one."""
     return not profile.quick or n_threads <= max(time.threads for time in profile.layers)
+
+
+def covers_steps(pair: PairProfile, n_threads: int) -> bool:
+    """As `covers`, for a draft; its kernels may want a power of two."""
+    return not pair.quick or 1 << (n_threads.bit_length() - 1) <= max(step.threads for step in pair.steps)
 
 
 def tuned(profile: Profile, plan: Plan, settings: ModelSettings) -> ModelSettings:
@@ -611,3 +721,31 @@ def learned(profile: Profile, plan: Plan, settings: ModelSettings, stats: RunSta
     expected = expected_pass(profile, plan, settings)
     rate = read_bytes_per_s(profile, 1, expected.threads)
     return corrected(profile, stats.decode_s / stats.cycles, stats.read_bytes / stats.read_s, expected, rate)
+
+
+def foretold(profile: Profile, pair: PairProfile | None, plan: Plan, n_threads: int) -> Foretold:
+    """What is known beforehand of the cycles of a run after this plan."""
+    units = plan.units
+    projection = sum(units.units[index].nbytes for index in units.projection if index not in plan.pinned)
+    streamed = Streamed(plan.bytes_per_pass - projection, projection)
+    steps = pair.steps if pair is not None else ()
+    return foretell(profile, streamed, steps, thread_counts(n_threads), TREE_ROWS)
+
+
+def drafted_cycle(profile: Profile, pair: PairProfile, plan: Plan, n_threads: int) -> Cycle:
+    """What a cycle of the preset `lever` will be after this plan, were runs not to show it slower or faster."""
+    cost = CycleCost(n_threads, foretold(profile, pair, plan, n_threads))
+    return expected_cycle(preset("lever"), cost, pair.shown.first, TREE_ROWS)
+
+
+def learned_pair(
+    profile: Profile, pair: PairProfile, plan: Plan, n_threads: int, stats: RunStats
+) -> PairProfile | None:
+    """What is known of the pair after a run of the preset `lever`; None when the run was too short to tell."""
+    if stats.cycles < ENOUGH_CYCLES or not stats.verified:
+        return None
+    first = agreement(stats.tokens_per_cycle, 1 + stats.verified / stats.cycles)
+    known = replace(pair, shown=replace(pair.shown, first=first))
+    short = stats.prompt_tokens + stats.new_tokens <= SHORT_CONTEXT
+    seconds = stats.decode_s / stats.cycles / drafted_cycle(profile, known, plan, n_threads).seconds if short else None
+    return pair.after(first, seconds)

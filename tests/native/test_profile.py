@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,32 +15,46 @@ import pytest
 
 from lever import profile as measuring
 from lever.arch import ModelConfig, layer_tensors
-from lever.cost import Profile, best_read
-from lever.errors import DoesNotFit, StorageError
+from lever.companion import TREE_ROWS, Companion
+from lever.cost import Profile, best_read, read_bytes_per_s
+from lever.draft import Draft
+from lever.errors import DoesNotFit, LeverError, StorageError
 from lever.ggml import load
 from lever.gguf import GGUF, read
 from lever.loader import ModelSettings, plan
 from lever.models import Silent
 from lever.pack import PackSettings, pack
+from lever.pair import ASSUMED, PairProfile
 from lever.plots import draw_profile
 from lever.profile import (
+    ENOUGH_CYCLES,
     ENOUGH_PASSES,
     QUICK,
     SHORT_CONTEXT,
     Scope,
     covers,
+    covers_steps,
+    draft_steps,
+    drafted_cycle,
+    foretold,
     identity_of,
     is_worth_it,
     keep,
+    keep_pair,
     kept,
+    kept_pair,
     learned,
+    learned_pair,
     measure,
+    measure_pair,
     of_layers,
+    pair_path,
     profile_path,
     thread_counts,
     tuned,
 )
 from lever.stats import RunStats
+from lever.tree import DraftTree
 from lever.weights.image import Image
 from tests import tiny
 from tests.fakes import FakeDevice, descriptors_of, reader_threads
@@ -56,6 +71,7 @@ TINY = Scope(
     rows=(1, 3),
     logits=(1, 2),
     together=(1, 2),
+    nodes=(1, 3),
     laps=2,
     sample_bytes=MIB // 4,
     pass_bytes=MIB // 4,
@@ -197,6 +213,133 @@ def test_where_no_layer_fits_in_memory_they_are_streamed_and_reads_are_measured_
 def test_what_does_not_fit_at_all_is_refused(model: tuple[GGUF, ModelConfig]) -> None:
     with pytest.raises(DoesNotFit, match="needs"):
         measure(*model, replace(SETTINGS, dram=8 * MIB), TINY)
+
+
+# --- the draft ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def companion(path: Path) -> Iterator[Companion]:
+    """The model as its own draft."""
+    gguf = read(path)
+    config = ModelConfig.from_gguf(gguf)
+    with Companion(path, config, SETTINGS, gguf.strings("tokenizer.ggml.tokens")) as found:
+        yield found
+
+
+@pytest.fixture
+def pair(path: Path, companion: Companion) -> PairProfile:
+    gguf = read(path)
+    target = identity_of(gguf, ModelConfig.from_gguf(gguf))
+    return measure_pair(target, companion, companion.load(0).model, TINY, lambda _what: None)
+
+
+def test_draft_steps_are_measured_by_nodes_for_every_number_of_threads_that_pays(companion: Companion) -> None:
+    told: list[str] = []
+    found = {
+        (step.rows, step.threads): step.seconds for step in draft_steps(companion.load(0).model, TINY, told.append)
+    }
+
+    assert {(1, 1), (1, 2), (3, 1)} <= found.keys() <= {(1, 1), (1, 2), (3, 1), (3, 2)}
+    assert ((3, 2) in found) == (found[1, 2].median < found[1, 1].median)
+    assert "the draft: 3 nodes, 1 threads" in told
+
+
+def test_a_step_is_what_the_draft_itself_does(companion: Companion) -> None:
+    """Through `Draft.expand`, with as many nodes as are told; trees are begun anew when there is no room for more."""
+    widths: list[int] = []
+    expand = Draft.expand
+
+    def spy(self: Draft, tree: DraftTree, nodes: list[int], temperature: float) -> None:
+        assert len(nodes) <= self.room
+        widths.append(len(nodes))
+        expand(self, tree, nodes, temperature)
+
+    model = companion.load(0).model
+    with mock.patch.object(Draft, "expand", spy):
+        draft_steps(model, replace(TINY, nodes=(16, 40), rounds=3))
+
+    assert {16, 40} <= set(widths) <= {1, 16, 40}
+    assert (model.kv.length, model.n_threads) == (0, 2)
+
+
+def test_nodes_beyond_those_of_one_step_are_not_measured(companion: Companion) -> None:
+    steps = draft_steps(companion.load(0).model, replace(TINY, nodes=(1, TREE_ROWS + 1)))
+
+    assert {step.rows for step in steps} == {1}
+
+
+def test_a_draft_whose_logits_are_no_numbers_is_an_error_and_leaves_nothing(companion: Companion) -> None:
+    model = companion.load(0).model
+    with (
+        mock.patch.object(Draft, "_candidates", lambda _self, rows, _temperature: [[] for _ in rows]),
+        pytest.raises(LeverError, match="guesses nothing"),
+    ):
+        draft_steps(model, TINY)
+    assert draft_steps(model, TINY)
+
+
+def test_a_pair_is_kept_by_both_models_and_what_runs_have_shown_outlives_its_steps(
+    pair: PairProfile, companion: Companion
+) -> None:
+    target = pair.target
+    assert kept_pair(target, companion) is None
+    shown = pair.after(0.5, None)
+    path = keep_pair(shown)
+
+    assert path == pair_path(pair.target, pair.draft)
+    assert kept_pair(target, companion) == shown
+    assert kept_pair(replace(target, model="another"), companion) is None
+    assert kept(target) is None  # a pair is no profile
+    again = measure_pair(target, companion, companion.load(0).model, TINY, lambda _what: None)
+    assert (again.shown.runs, again.shown.first) == (1, 0.5)
+
+
+def test_a_kept_pair_that_is_damaged_is_told_of_and_counts_as_none(
+    pair: PairProfile, companion: Companion, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = keep_pair(pair)
+    path.write_text(path.read_text().replace('"first": 0.', '"first": 9.'))
+    with caplog.at_level(logging.WARNING):
+        assert kept_pair(pair.target, companion) is None
+
+    assert str(path) in caplog.text
+
+
+def test_steps_of_fewer_threads_are_not_enough_unless_all_was_measured(pair: PairProfile) -> None:
+    assert [covers_steps(pair, threads) for threads in (1, 2, 3, 4)] == [True, True, True, False]
+    assert covers_steps(replace(pair, quick=False), 4)
+
+
+def test_a_profile_a_pair_and_a_plan_foretell_a_cycle(measured: Profile, pair: PairProfile, path: Path) -> None:
+    gguf = read(path)
+    _, streams = plan(load(), gguf, ModelConfig.from_gguf(gguf), replace(SETTINGS, pin_percent=0))
+    found = foretold(measured, pair, streams, 2)
+    cycle = drafted_cycle(measured, pair, streams, 2)
+
+    assert found.read_s == pytest.approx(streams.bytes_per_pass / read_bytes_per_s(measured, 1, 1))
+    assert found.draft[1] == {step.rows: step.seconds.median for step in pair.steps if step.threads == 1}
+    assert foretold(measured, None, streams, 2).draft == {}
+    assert 1 <= cycle.tokens <= cycle.rows
+    assert 0 < cycle.draft_s < cycle.seconds
+
+
+def test_a_run_with_a_draft_shows_how_often_it_was_right(measured: Profile, pair: PairProfile, path: Path) -> None:
+    gguf = read(path)
+    _, streams = plan(load(), gguf, ModelConfig.from_gguf(gguf), replace(SETTINGS, pin_percent=0))
+    n = ENOUGH_CYCLES
+    stats = RunStats(prompt_tokens=5, new_tokens=4 * n + 1, cycles=n, verified=7 * n, decode_s=1.0)
+    after = learned_pair(measured, pair, streams, 2, stats)
+
+    assert pair.shown.first == ASSUMED
+    assert after is not None
+    assert (after.shown.runs, after.steps) == (1, pair.steps)
+    assert 0.7 < after.shown.first < 0.95  # four tokens of eight rows
+    for change in (replace(stats, cycles=n - 1), replace(stats, verified=0)):
+        assert learned_pair(measured, pair, streams, 2, change) is None
+    long = learned_pair(measured, pair, streams, 2, replace(stats, prompt_tokens=SHORT_CONTEXT))
+    assert long is not None
+    assert (long.shown.first, long.shown.seconds) == (after.shown.first, 1.0)
 
 
 # --- a model of a few layers --------------------------------------------------------------------------------
@@ -382,7 +525,7 @@ def test_a_run_corrects_the_profile_when_it_was_long_enough_and_its_context_shor
 
 def test_the_quick_scope_asks_for_little() -> None:
     assert len(QUICK.reads) == 3
-    assert (QUICK.rows, QUICK.together) == ((1, 16), (1, 16))
+    assert (QUICK.rows, QUICK.together, QUICK.nodes) == ((1, 16), (1, 16), (1, 2, 4))
 
 
 def test_a_plot_that_cannot_be_written_is_an_error(measured: Profile, tmp_path: Path) -> None:
@@ -392,3 +535,15 @@ def test_a_plot_that_cannot_be_written_is_an_error(measured: Profile, tmp_path: 
         draw_profile(measured, tmp_path / "none/plot.svg")
 
     assert "<svg" in (tmp_path / "plot.svg").read_text()
+
+
+def test_a_plot_has_the_steps_of_a_draft_beside_the_rest(measured: Profile, pair: PairProfile, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    widths = []
+    for name, draft in (("without.svg", None), ("with.svg", pair)):
+        draw_profile(measured, tmp_path / name, draft)
+        found = re.search(r'width="([\d.]+)pt"', (tmp_path / name).read_text())
+        assert found is not None
+        widths.append(float(found[1]))
+
+    assert widths[1] == pytest.approx(1.5 * widths[0])

@@ -633,8 +633,8 @@ def profiles_of(lever: Lever) -> list[Path]:
     return sorted((Path(lever.environment["LEVER_HOME"]) / "profiles").glob("*"))
 
 
-def worth_it(lever: Lever, *words: str | Path) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-c", WORTH_IT, *words]
+def worth_it(lever: Lever, *words: str | Path, script: str = WORTH_IT) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-c", script, *words]
     done = subprocess.run(command, env=lever.environment, capture_output=True, timeout=120, check=False)
     assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr.decode()
     return done
@@ -787,3 +787,137 @@ def test_ctrl_c_ends_a_profile_and_keeps_nothing(lever: Lever, model: Path) -> N
 
     assert (process.returncode, out, err) == (130, b"", b"")
     assert profiles_of(lever) == []
+
+
+# --- a draft in plan and profile ----------------------------------------------------------------------------
+
+# The command where the catalogue knows a draft for every model.
+WITH_A_PARTNER = """
+import dataclasses, sys
+import lever.cli.opening as opening
+import lever.profile
+from lever.cli import main
+partner, resolve = sys.argv.pop(1), opening.resolve
+opening.resolve = lambda *words, **more: dataclasses.replace(resolve(*words, **more), draft=partner)
+lever.profile.WORTH = 1
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def partner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model once more, as its own draft: another file, since the flash image of a draft stands for its source."""
+    return tiny_model(tmp_path_factory.mktemp("partner") / "partner.gguf", arch="qwen2")
+
+
+def with_a_partner(lever: Lever, draft: Path, *words: str | Path) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-c", WITH_A_PARTNER, draft, *words]
+    done = subprocess.run(command, env=lever.environment, capture_output=True, timeout=120, check=False)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr.decode()
+    return done
+
+
+def test_a_profile_has_the_steps_of_the_draft_and_keeps_them_beside(lever: Lever, model: Path, partner: Path) -> None:
+    found = lever.json("profile", model, "--quick", "--draft", partner)
+    whole, pair = sorted(profiles_of(lever), key=lambda path: len(path.name))
+
+    assert pair.name.startswith(whole.stem)
+    assert json.loads(pair.read_text()) == found["draft"]
+    assert [(step["rows"], step["threads"]) for step in found["draft"]["steps"]] == [(1, 1), (2, 1), (4, 1)]
+    assert lever.json("profile", model, "--quick", "--draft", partner, "--no-draft")["draft"] is None
+
+
+def test_a_profile_shows_the_draft_that_goes_with_the_model(lever: Lever, model: Path, partner: Path) -> None:
+    shown = with_a_partner(lever, partner, "profile", model, "--quick").stdout.decode()
+
+    assert re.search(r"^NODES +ms A DRAFT STEP, 1 thread$", shown, re.MULTILINE)
+    assert re.search(r"^ *4 +[\d.e+-]+ +±\d+ %$", shown, re.MULTILINE)
+
+
+def test_a_plan_with_a_draft_is_what_a_run_does(lever: Lever, model: Path, partner: Path) -> None:
+    flags = ("--pin", "0", "--dram", "400MiB", "-c", "300", "--draft", partner)
+    planned = lever.json("plan", model, *flags)
+    stats = lever.json("run", model, "Hello", "-n", "3", *flags)["stats"]
+    plain, drafted = planned["presets"]
+
+    assert planned["parts"]["draft"] == planned["draft"]["bytes"] > 0
+    assert planned["dram_planned_bytes"] == pytest.approx(stats["dram_planned_bytes"], abs=6 << 20)
+    assert (plain["preset"], drafted["preset"]) == ("flash-ar", "lever")
+    assert drafted["tokens_per_s"] == pytest.approx(drafted["tokens_per_cycle"] / drafted["cycle_s"])
+    assert drafted["cycle_s"] == pytest.approx(drafted["pass_s"] + drafted["draft_s"] + drafted["project_s"])
+    assert (drafted["first_guesses_right"], drafted["shown_by_runs"]) == (0.83, 0)
+    ratio = drafted["tokens_per_s"] / plain["tokens_per_s"]
+    assert planned["draft"]["times_as_fast_as_pinned_layers"] == pytest.approx(ratio)
+
+
+def test_a_plan_says_what_it_assumes_and_what_the_memory_of_the_draft_would_be_better_for(
+    lever: Lever, model: Path, partner: Path
+) -> None:
+    shown = lever("plan", model, "--pin", "0", "--draft", partner, COLUMNS="400").stdout.decode()
+
+    assert re.search(r"^draft +[\d.]+ MiB$", shown, re.MULTILINE)
+    assert re.search(r"^flash-ar +[\d.]+ tokens/s .*with layers in the draft's memory$", shown, re.MULTILINE)
+    assert re.search(r"^lever +[\d.]+ tokens/s +[\d.]+ tokens in .*; assuming that 83 % of first guesses are right$",
+                     shown, re.MULTILINE)  # fmt: skip
+    assert re.search(
+        r"^memory of the draft +[\d.]+ MiB +(serves best as it is|would serve better)", shown, re.MULTILINE
+    )
+
+
+def test_runs_show_a_plan_how_often_the_draft_is_right(lever: Lever, model: Path, partner: Path) -> None:
+    """The draft is the target itself in another type. It is taken to cost nothing, so that it pays on any machine."""
+    flags = ("--pin", "0", "--draft", partner)
+    ask = ("run", model, "Hello", *flags, "-n", "200", "--ignore-eos", "--temp", "0", "-v")
+    free = WORTH_IT.replace(
+        "main()", "import lever.cycle_cost\nlever.cycle_cost.CycleCost.draft_s = lambda *_: 0.0\nmain()"
+    )
+    without = worth_it(lever, *ask, "--no-draft")
+    first, second = (worth_it(lever, *ask, script=free) for _ in range(2))
+
+    assert first.stdout == second.stdout == without.stdout
+    assert "measuring the draft, once" in first.stderr.decode()
+    assert "measuring" not in second.stderr.decode()
+    assert "a cycle: as if" in second.stderr.decode()
+    drafted = lever.json("plan", model, *flags)["presets"][1]
+    assert drafted["shown_by_runs"] == 2
+    assert drafted["first_guesses_right"] != 0.83
+    shown = lever("plan", model, *flags, COLUMNS="400").stdout.decode()
+    assert re.search(r"; \d+ % of first guesses were right in 2 runs$", shown, re.MULTILINE)
+
+
+def test_a_named_draft_that_does_not_fit_is_a_part_and_leaving_it_out_a_way(
+    lever: Lever, model: Path, partner: Path
+) -> None:
+    short = lever.json_of(3, "plan", model, "--dram", "10MiB", "--draft", partner)
+    alone = lever.json_of(3, "plan", model, "--dram", "10MiB")
+    ways = {way["way"]: way["dram_needed_bytes"] for way in short["ways"]}
+
+    assert short["parts"]["draft"] > 0
+    assert ways["--no-draft"] < short["dram_least_bytes"]
+    assert "--no-draft" not in {way["way"] for way in alone["ways"]}
+    least = ("--dram", str(short["dram_least_bytes"] + (4 << 20)))
+    assert lever("plan", model, "--draft", partner, *least, "--no-profile").returncode == 0
+
+
+def test_a_draft_that_nobody_named_is_left_out_of_a_plan_where_it_has_no_room(
+    lever: Lever, model: Path, tmp_path: Path
+) -> None:
+    large = tiny_model(tmp_path / "large.gguf", arch="qwen2", n_layers=12, n_ff=2048)
+    alone = lever.json_of(3, "plan", model, "--dram", "10MiB")
+    flags = ("--dram", str(alone["dram_least_bytes"] + (4 << 20)), "--no-profile", "--json")
+    ample = with_a_partner(lever, large, "plan", model, "--dram", "1GiB", "--no-profile", "--json")
+    tight = with_a_partner(lever, large, "plan", model, *flags)
+
+    assert "draft" in json.loads(ample.stdout)["parts"]
+    assert "draft" not in json.loads(tight.stdout)["parts"]
+    assert json.loads(tight.stdout)["draft"] is None
+    assert f"going on without the draft {large}: the budget does not hold it as well" in tight.stderr.decode()
+
+
+def test_a_draft_that_cannot_be_measured_does_not_end_a_run(lever: Lever, model: Path, partner: Path) -> None:
+    mute = "import lever.draft\nlever.draft.Draft._candidates = lambda _self, rows, _t: [[] for _ in rows]\nmain()"
+    words = ("run", model, "Hello", "-n", "4", "--pin", "0", "--temp", "0")
+    done = worth_it(lever, *words, "--draft", partner, script=WORTH_IT.replace("main()", mute))
+
+    assert f"nothing is known of the draft {partner}: the draft guesses nothing" in done.stderr.decode()
+    assert done.stdout == worth_it(lever, *words).stdout

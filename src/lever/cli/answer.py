@@ -11,13 +11,12 @@ from itertools import chain
 from types import FrameType
 
 from lever.cli.console import Bar, bar, note, same_place, write, write_json
-from lever.cli.opening import learn, open_draft, open_path, tune
-from lever.cli.options import AUTO, INTERRUPTED, NONE
-from lever.errors import DoesNotFit, StorageError, UsageError
+from lever.cli.opening import Wanted, learn, open_llm, tune, with_draft
+from lever.cli.options import AUTO, INTERRUPTED
+from lever.errors import UsageError
 from lever.llm import LLM, LOOKUP, Generation, GenerationSettings
 from lever.loader import ModelSettings, Progress
 from lever.memory import format_size
-from lever.policies import preset as find_preset
 from lever.stats import RunStats
 
 log = logging.getLogger(__name__)
@@ -54,47 +53,26 @@ def answer(question: Question, settings: ModelSettings, request: GenerationSetti
     """Print the answer; the exit code."""
     if not question.text and not question.raw:
         raise UsageError("the prompt is empty: there is nothing to answer")
-    with bar(quiet=output.quiet) as progress, open_llm(question, settings, progress, output) as llm:
+    wanted = Wanted(question.model, question.draft, question.preset, question.use_image, output.offline, output.quiet)
+    with bar(quiet=output.quiet) as progress, open_llm(wanted, settings, progress) as llm:
         prompt = _encode(llm, question)
         llm.check(prompt)  # before anything large is read
         tuning = tune(llm, llm.settings, progress, quiet=output.quiet) if question.use_profile else None
         load(llm, tuning.settings if tuning is not None else llm.settings, progress)
+        if tuning is not None:
+            tuning = with_draft(llm, tuning, progress, quiet=output.quiet)
+            llm.foretold = tuning.foretold
         waiting = _Waiting(llm, len(prompt), progress, quiet=output.quiet)
         generation = llm.generate(prompt, request, waiting.read)
         interrupted = _show(generation, progress, to_stdout=not output.json)
         figures = _figures(generation.stats, llm.loaded.store.bytes_per_pass)
-    if tuning is not None and not generation.stats.verified:  # the profile speaks of passes for one token
+    if tuning is not None:
         learn(tuning, generation.stats)
     if output.json:
         write_json(_document(generation))
     if not output.quiet:
         note(figures)
     return INTERRUPTED if interrupted else 0
-
-
-def open_llm(question: Question, settings: ModelSettings, progress: Bar, output: Output) -> LLM:
-    """The model's header and tokenizer, with its draft if there is one that fits."""
-    opened = open_path(
-        question.model, progress, use_image=question.use_image, offline=output.offline, quiet=output.quiet
-    )
-    wanted, preset = question.draft, question.preset
-    if preset is not None and not find_preset(preset).drafts:
-        wanted = NONE
-    if wanted == LOOKUP:
-        return LLM(opened.path, settings, name=question.model, lookup=True, policy=preset)
-    name = opened.draft if wanted == AUTO else None if wanted == NONE else wanted
-    if name is None:
-        return LLM(opened.path, settings, name=question.model, policy=preset)
-    try:
-        draft = open_draft(name, settings, progress, offline=output.offline, quiet=output.quiet)
-        return LLM(opened.path, settings, name=question.model, draft=draft, draft_name=name, policy=preset)
-    except (DoesNotFit, StorageError) as error:
-        if wanted != AUTO or preset is not None:
-            raise
-        llm = LLM(opened.path, settings, name=question.model)  # refused by itself, if that is too large as well
-        why = "the budget does not hold it as well" if isinstance(error, DoesNotFit) else str(error)
-        log.warning("going on without the draft %s: %s", name, why)
-        return llm
 
 
 def load(llm: LLM, settings: ModelSettings, progress: Bar) -> None:

@@ -18,9 +18,8 @@ from rich.text import Text
 from lever import bench
 from lever.bench import IN_RAM, PLAIN, RAW_BYTES, Comparison, PresetWay, Prompt, RawReads, Request, Row, Way
 from lever.cli import answer
-from lever.cli.answer import Question
 from lever.cli.console import Bar, bar, complain, note, printable, write_json, write_table
-from lever.cli.opening import tune
+from lever.cli.opening import Wanted, open_llm, tune, with_draft
 from lever.cli.options import INTERRUPTED
 from lever.errors import DoesNotFit, LeverError, StorageError
 from lever.llm import LLM
@@ -178,15 +177,8 @@ def _open(asked: Asked, settings: ModelSettings, output: Output, progress: Bar) 
         raise DoesNotFit(
             f"the budget is {format_size(settings.dram)}, and raw reads alone take {format_size(RAW_BYTES)}"
         )
-    question = Question(
-        asked.model,
-        "",
-        use_image=asked.use_image,
-        draft=asked.draft,
-        preset=drafting,
-    )
-    how = answer.Output(quiet=output.quiet, offline=output.offline)
-    return answer.open_llm(question, replace(settings, dram=settings.dram - RAW_BYTES), progress, how)
+    wanted = Wanted(asked.model, asked.draft, drafting, asked.use_image, output.offline, output.quiet)
+    return open_llm(wanted, replace(settings, dram=settings.dram - RAW_BYTES), progress)
 
 
 def _load(llm: LLM, asked: Asked, progress: Bar, *, quiet: bool) -> ModelSettings:
@@ -194,6 +186,8 @@ def _load(llm: LLM, asked: Asked, progress: Bar, *, quiet: bool) -> ModelSetting
     tuning = tune(llm, llm.settings, progress, quiet=quiet) if asked.use_profile else None
     used = tuning.settings if tuning is not None else llm.settings
     answer.load(llm, used, progress)
+    if tuning is not None:
+        llm.foretold = with_draft(llm, tuning, progress, quiet=quiet).foretold
     return used
 
 

@@ -4,27 +4,51 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lever import gguf
 from lever.arch import ModelConfig
 from lever.cli.console import Bar, note
+from lever.cli.options import AUTO, NONE
 from lever.cost import PassTime, Profile
+from lever.cycle_cost import Foretold
 from lever.errors import DoesNotFit, LeverError, StorageError
-from lever.llm import LLM
+from lever.llm import LLM, LOOKUP
 from lever.loader import ModelSettings
-from lever.memory import format_size
+from lever.memory import format_size, rss_bytes
 from lever.models import resolve
 from lever.models.cache import exclusive
 from lever.models.images import find_image, image_path, steady_sha256
 from lever.pack import PackSettings, pack
-from lever.profile import QUICK, covers, expected_pass, identity_of, is_worth_it, keep, kept, learned, measure, tuned
+from lever.pair import PairProfile
+from lever.policies import preset as find_preset
+from lever.profile import (
+    QUICK,
+    Scope,
+    covers,
+    covers_steps,
+    expected_pass,
+    foretold,
+    identity_of,
+    is_worth_it,
+    keep,
+    keep_pair,
+    kept,
+    kept_pair,
+    learned,
+    learned_pair,
+    measure,
+    measure_pair,
+    tuned,
+)
 from lever.stats import RunStats
 from lever.weights.image import Image
 from lever.weights.plan import Plan
 
 log = logging.getLogger(__name__)
+
+AMPLE = 1 << 50  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +111,62 @@ def _image(reference: str, source: Path, progress: Bar, *, quiet: bool) -> Path 
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """A model and what drafts for it, in words; how the words are looked up."""
+
+    model: str
+    draft: str = AUTO  # or LOOKUP, or NONE
+    preset: str | None = None
+    use_image: bool = True  # the model's flash image, where the cache has one
+    offline: bool = False
+    quiet: bool = False
+
+
+def open_llm(wanted: Wanted, settings: ModelSettings, progress: Bar, *, ample: bool = False) -> LLM:
+    """The model's header and tokenizer, with its draft if there is one that fits.
+
+    An `ample` one is opened whatever its budget: to see what it would take.
+    """
+    opened = open_path(wanted.model, progress, use_image=wanted.use_image, offline=wanted.offline, quiet=wanted.quiet)
+    plain = wanted.draft == NONE or (wanted.preset is not None and not find_preset(wanted.preset).drafts)
+    name = None if plain else opened.draft if wanted.draft == AUTO else wanted.draft
+    budget = replace(settings, dram=AMPLE) if ample else settings
+    if name == LOOKUP:
+        return LLM(opened.path, budget, name=wanted.model, lookup=True, policy=wanted.preset)
+    if name is None:
+        return LLM(opened.path, budget, name=wanted.model, policy=wanted.preset)
+    try:
+        draft = open_draft(name, budget, progress, offline=wanted.offline, quiet=wanted.quiet)
+        return LLM(opened.path, budget, name=wanted.model, draft=draft, draft_name=name, policy=wanted.preset)
+    except (DoesNotFit, StorageError) as error:
+        if wanted.draft != AUTO or wanted.preset is not None:
+            raise
+        llm = LLM(opened.path, budget, name=wanted.model)  # refused by itself, if that is too large as well
+        without_draft(name, NO_ROOM if isinstance(error, DoesNotFit) else str(error))
+        return llm
+
+
+NO_ROOM = "the budget does not hold it as well"
+
+
+def without_draft(name: str, why: str) -> None:
+    """Say that a draft that nobody asked for by name is left out."""
+    log.warning("going on without the draft %s: %s", name, why)
+
+
+@dataclass(frozen=True, slots=True)
 class Tuning:
     """What the profile of this machine makes of a plan."""
 
     profile: Profile
     plan: Plan
     settings: ModelSettings
+    pair: PairProfile | None = None  # what is known of the draft
+
+    @property
+    def foretold(self) -> Foretold:
+        """What the first cycle goes by."""
+        return foretold(self.profile, self.pair, self.plan, self.settings.n_threads)
 
     @property
     def expected(self) -> PassTime:
@@ -140,8 +214,67 @@ def find_profile(llm: LLM, settings: ModelSettings, progress: Bar, *, quiet: boo
     return profile
 
 
+def with_draft(llm: LLM, tuning: Tuning, progress: Bar, *, quiet: bool) -> Tuning:
+    """With what is known of the draft of a model that is loaded. One that cannot be measured is told of."""
+    try:
+        return replace(tuning, pair=find_pair(llm, tuning.settings, progress, quiet=quiet))
+    except LeverError as error:
+        log.warning("nothing is known of the draft %s: %s", llm.draft_name, error)
+        return tuning
+
+
+def find_pair(llm: LLM, settings: ModelSettings, progress: Bar, *, quiet: bool) -> PairProfile | None:
+    """What is kept of the draft with its target, or measured and kept now; None without a draft."""
+    if llm.companion is None:
+        return None
+    pair = kept_pair(identity_of(llm.gguf, llm.config), llm.companion)
+    if pair is not None and covers_steps(pair, settings.n_threads):
+        return pair
+    if not quiet:
+        note("measuring the draft, once, for a second (lever profile does it thoroughly)")
+    pair = steps_of(llm, QUICK, progress)
+    _keep(pair)
+    return pair
+
+
+def steps_of(llm: LLM, scope: Scope, progress: Bar) -> PairProfile:
+    """The draft's steps, measured; it is loaded if it is not."""
+    assert llm.companion is not None
+    progress.start(None, "measuring the draft")
+    model = llm.companion.load(rss_bytes()).model
+    return measure_pair(
+        identity_of(llm.gguf, llm.config),
+        llm.companion,
+        model,
+        scope,
+        lambda what: progress.tell(f"measuring {what}"),
+    )
+
+
 def learn(tuning: Tuning, stats: RunStats) -> None:
-    """Correct the kept profile by what a run took."""
+    """Correct what is kept of the machine, or of the draft, by what a run took and brought."""
+    if stats.verified:
+        _learn_pair(tuning, stats)
+    else:  # the profile speaks of passes for one token
+        _learn_passes(tuning, stats)
+
+
+def _learn_pair(tuning: Tuning, stats: RunStats) -> None:
+    pair = tuning.pair
+    if pair is None or stats.preset != "lever":
+        return
+    after = learned_pair(tuning.profile, pair, tuning.plan, tuning.settings.n_threads, stats)
+    if after is not None:
+        _keep(after)
+        log.info(
+            "%.2f tokens a cycle: as if %.0f %% of first guesses were right; cycles take %.2f of what was foretold",
+            stats.tokens_per_cycle,
+            100 * after.shown.first,
+            after.shown.seconds,
+        )
+
+
+def _learn_passes(tuning: Tuning, stats: RunStats) -> None:
     started = time.perf_counter()
     profile = learned(tuning.profile, tuning.plan, tuning.settings, stats)
     if profile is not None:
@@ -154,8 +287,11 @@ def learn(tuning: Tuning, stats: RunStats) -> None:
         )
 
 
-def _keep(profile: Profile) -> None:
+def _keep(found: Profile | PairProfile) -> None:
     try:
-        keep(profile)
+        if isinstance(found, Profile):
+            keep(found)
+        else:
+            keep_pair(found)
     except LeverError as error:
         log.warning("%s", error)

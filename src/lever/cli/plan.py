@@ -13,6 +13,10 @@ from lever.cli.run import DEFAULT_MODEL
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from lever.cli.console import Bar
+    from lever.cli.opening import Wanted
+    from lever.llm import LLM
+    from lever.loader import ModelSettings
     from lever.planner import Outlook, Shortage
 
 
@@ -29,6 +33,8 @@ def plan(
     ring: o.Ring = 3,
     no_image: o.NoImage = False,
     no_profile: o.NoProfile = False,
+    draft: o.Draft = o.AUTO,
+    no_draft: o.NoDraft = False,
     json_output: o.Json = False,
     offline: o.Offline = False,
     quiet: o.Quiet = False,
@@ -37,18 +43,16 @@ def plan(
 
     lever plan demo --dram 900MiB
     lever plan model.gguf --dram 2G -c 8192 --json
+    lever plan model.gguf --draft small.gguf
 
-    Speed is foretold from the profile of this machine (see lever profile); without one, a quick one is made.
+    Speed is foretold from the profile of this machine (see lever profile); without one, a quick one is made. With a
+    draft, tokens per cycle are those that runs have shown, or as said.
     Exit code: 0 it fits, 3 it does not.
     """
-    from dataclasses import replace
-
-    from lever.cli.opening import find_profile, open_path
+    from lever.cli.opening import Wanted, open_llm
     from lever.errors import DoesNotFit
-    from lever.llm import LLM
     from lever.loader import ModelSettings
     from lever.memory import parse_size
-    from lever.planner import outlook, shortage
 
     settings = ModelSettings(
         dram=parse_size(dram),
@@ -58,19 +62,11 @@ def plan(
         n_threads=o.thread_count(threads),
         n_slots=ring,
     )
-    with bar(quiet=quiet) as progress:
-        path = open_path(model, progress, use_image=not no_image, offline=offline, quiet=quiet).path
-        # A model that does not fit is refused when it is opened; here it is told what would be needed.
-        with LLM(path, replace(settings, dram=AMPLE), name=model) as llm:
-            progress.start(None, "planning")
-            try:
-                llm.plan(settings)
-            except DoesNotFit as error:
-                found: Outlook | Shortage = shortage(llm, settings, error)
-            else:
-                profile = None if no_profile else find_profile(llm, settings, progress, quiet=quiet)
-                progress.start(None, "planning")
-                found = outlook(llm, settings, profile)
+    wanted = Wanted(model, o.NONE if no_draft else draft, None, not no_image, offline, quiet)
+    # A model that does not fit is refused when it is opened; here it is told what would be needed.
+    with bar(quiet=quiet) as progress, open_llm(wanted, settings, progress, ample=True) as llm:
+        path = llm.gguf.path
+        found = _planned(llm, settings, progress, wanted, use_profile=not no_profile)
     if json_output:
         write_json({"model": model, "path": str(path), **found.to_dict()})
     else:
@@ -78,7 +74,34 @@ def plan(
     raise typer.Exit(0 if found.fits else DoesNotFit.exit_code)
 
 
-AMPLE = 1 << 50  # bytes
+def _planned(
+    llm: LLM, settings: ModelSettings, progress: Bar, wanted: Wanted, *, use_profile: bool
+) -> Outlook | Shortage:
+    """The run, or why there is none. A draft that nobody named is left out where it has no room, as in a run."""
+    from dataclasses import replace
+
+    from lever.cli.opening import NO_ROOM, find_pair, find_profile, without_draft
+    from lever.errors import DoesNotFit
+    from lever.planner import fits, outlook, shortage
+
+    progress.start(None, "planning")
+    settings = replace(settings, n_tree=llm.settings.n_tree)
+    with_draft = llm.companion is not None
+    if with_draft and wanted.draft == o.AUTO and not fits(llm, settings, draft=True):
+        with_draft = False
+        without_draft(llm.draft_name or "", NO_ROOM)
+    try:
+        llm.plan(settings, draft=with_draft)
+    except DoesNotFit as error:
+        return shortage(llm, settings, error, draft=with_draft)
+    profile = pair = None
+    if use_profile:
+        profile = find_profile(llm, settings, progress, quiet=wanted.quiet)
+        if with_draft and llm.companion is not None:
+            pair = find_pair(llm, settings, progress, quiet=wanted.quiet)
+            llm.companion.close()  # the plan counts the memory in use
+    progress.start(None, "planning")
+    return outlook(llm, settings, profile, pair, draft=with_draft)
 
 
 def _table(found: Outlook | Shortage) -> Table:

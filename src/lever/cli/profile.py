@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lever.cost import Measured, Profile
+    from lever.pair import PairProfile
 
 
 def profile(
@@ -45,6 +46,8 @@ def profile(
     threads: o.ThreadCount = None,
     ring: o.Ring = 3,
     no_image: o.NoImage = False,
+    draft: o.Draft = o.AUTO,
+    no_draft: o.NoDraft = False,
     json_output: o.Json = False,
     offline: o.Offline = False,
     quiet: o.Quiet = False,
@@ -55,15 +58,15 @@ def profile(
     lever profile model.gguf --plot profile.png
     lever profile demo --storage /mnt/card --quick
 
+    The steps of the draft that goes with the model are measured as well, but not with --storage.
     Leave the machine alone meanwhile. Without a profile, lever run makes a quick one by itself.
     """
-    from lever.cli.opening import open_path
+    from lever.cli.opening import Wanted, open_llm, steps_of
     from lever.cost import doubts
-    from lever.llm import LLM
     from lever.loader import ModelSettings
     from lever.memory import parse_size
     from lever.plots import draw_profile, require_matplotlib
-    from lever.profile import FULL, QUICK, identity_of, keep, measure
+    from lever.profile import FULL, QUICK, identity_of, keep, keep_pair, measure
 
     if plot is not None:
         require_matplotlib(plot)
@@ -72,53 +75,67 @@ def profile(
         n_threads=o.thread_count(threads),
         n_slots=ring,
     )
-    with bar(quiet=quiet) as progress:
-        path = open_path(model, progress, use_image=not no_image, offline=offline, quiet=quiet).path
-        with LLM(path, settings, name=model) as llm:
-            llm.plan()  # refused now, if the model itself does not fit
-            progress.start(None, "measuring")
-            found = measure(
-                llm.gguf,
-                llm.config,
-                settings,
-                QUICK if quick else FULL,
-                storage=storage,
-                progress=lambda what: progress.tell(f"measuring {what}"),
-            )
+    wanted = Wanted(model, o.NONE if no_draft or storage else draft, None, not no_image, offline, quiet)
+    scope = QUICK if quick else FULL
+    with bar(quiet=quiet) as progress, open_llm(wanted, settings, progress) as llm:
+        llm.plan()  # refused now, if the model itself does not fit
+        progress.start(None, "measuring")
+        found = measure(
+            llm.gguf,
+            llm.config,
+            settings,
+            scope,
+            storage=storage,
+            progress=lambda what: progress.tell(f"measuring {what}"),
+        )
+        pair = steps_of(llm, scope, progress) if llm.companion is not None else None
         own = identity_of(llm.gguf, llm.config)
     if json_output:
-        write_json(_document(found))
+        write_json(_document(found, pair))
     else:
-        write_table(_tables(found))
+        write_table(_tables(found, pair))
     for doubt in doubts(found):
         note(f"warning: {doubt}")
     if plot is not None:
-        draw_profile(found, plot)
+        draw_profile(found, plot, pair)
     if storage is not None and found.identity == own:  # without passes, it is less than what may be kept
         note("not kept: the model itself is on this storage, and measured there without --storage")
         return
-    kept = keep(found)
+    kept = [keep(found), *([keep_pair(pair)] if pair is not None else [])]
     if not quiet:
-        note(f"kept in {kept}")
+        note(f"kept in {' and '.join(map(str, kept))}")
 
 
-def _document(found: Profile) -> dict[str, object]:
+def _document(found: Profile, pair: PairProfile | None) -> dict[str, object]:
     from dataclasses import asdict
 
     from lever.cost import best_read, doubts
 
     best = best_read(found)
-    return {**asdict(found), "best_read": {"block": best.block, "depth": best.depth}, "warnings": doubts(found)}
+    return {
+        **asdict(found),
+        "best_read": {"block": best.block, "depth": best.depth},
+        "draft": None if pair is None else asdict(pair),
+        "warnings": doubts(found),
+    }
 
 
-def _tables(found: Profile) -> Group:
+def _tables(found: Profile, pair: PairProfile | None) -> Group:
     from rich.console import Group
     from rich.text import Text
 
     identity = found.identity
     where = f"{identity.machine}; {identity.storage}; {identity.layout} layout, {found.n_layers} layers"
     return Group(
-        Text(printable(where)), "", _reads(found), "", _times(found), "", *_streams(found), Text(_limits(found))
+        Text(printable(where)),
+        "",
+        _reads(found),
+        "",
+        _times(found),
+        "",
+        *_streams(found),
+        *_steps(pair),
+        Text(_limits(found)),
     )
 
 
@@ -172,6 +189,24 @@ def _streams(found: Profile) -> Sequence[Table | str]:
     for t in sorted(found.together, key=lambda t: (t.threads, t.rows)):
         cells = (*_cells(t.seconds, 1e3), str(t.n_layers), *_cells(t.read, 1e-9), *_cells(t.layer, 1e3))
         table.add_row(str(t.rows), str(t.threads), *cells, f"{100 * t.lost:.0f}")
+    return table, ""
+
+
+def _steps(pair: PairProfile | None) -> Sequence[Table | str]:
+    """Milliseconds of draft steps by nodes and threads; nothing without a draft."""
+    from rich.table import Table
+
+    if pair is None:
+        return ()
+    counts = sorted({step.threads for step in pair.steps})
+    table = Table("NODES", box=None, pad_edge=False)
+    for count in counts:
+        table.add_column(f"ms A DRAFT STEP, {count} thread{'s' * (count > 1)}")
+        table.add_column("")
+    _to_the_right(table, range(1 + 2 * len(counts)))
+    steps = {(step.rows, step.threads): step.seconds for step in pair.steps}
+    for nodes in sorted({step.rows for step in pair.steps}):
+        table.add_row(str(nodes), *(cell for count in counts for cell in _pair(steps, (nodes, count))))
     return table, ""
 
 

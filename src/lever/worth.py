@@ -1,0 +1,65 @@
+"""Whether a draft is to be believed, and whether guessing ahead pays, by what cycles have shown. Runs nothing."""
+
+from __future__ import annotations
+
+PRIOR, KEPT = 4.0, 0.95  # nodes that a draft is believed for, and what is kept of those seen with each more
+ENOUGH, LATER = 3, 0.8  # cycles before guessing is given up, and what is kept of those seen with each more
+FIRST_PAUSE, LAST_PAUSE = 8, 256  # cycles without guessing, doubled each time that it still does not pay
+
+
+class Reliability:
+    """The paper's r: how often the target's token was among a node's candidates, against how often the draft said so.
+
+    1 for a draft that is right about itself, or modest; its probabilities are multiplied by less when it promises too
+    much. That keeps their order behind each node.
+    """
+
+    def __init__(self) -> None:
+        self._promised, self._met = PRIOR, PRIOR
+
+    @property
+    def value(self) -> float:
+        """Of a probability of the draft, the share to believe."""
+        return min(self._met / self._promised, 1.0)
+
+    def observe(self, promised: float, met: bool) -> None:
+        """A node's candidates had this probability together, by the draft; the target's token was among them or not."""
+        self._promised = KEPT * self._promised + promised
+        self._met = KEPT * self._met + met
+
+
+class Worth:
+    """Whether guessing ahead has paid, by what cycles took and brought. Where it has not, it pauses and tries again."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+        self._n = 0
+        self._pause, self._wait = FIRST_PAUSE, 0
+        self._enough = ENOUGH
+
+    @property
+    def guessing(self) -> bool:
+        """Whether the next cycle should guess."""
+        return self._wait == 0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of cycles that guessed, the later ones counting more; None before there were any."""
+        return self._tokens / self._seconds if self._seconds else None
+
+    def observe(self, tokens: int, seconds: float, plain_s: float) -> None:
+        """A cycle that guessed brought so many tokens in so long; a plain one takes `plain_s` for its one."""
+        self._tokens = LATER * self._tokens + tokens
+        self._seconds = LATER * self._seconds + seconds
+        self._n += 1
+        if self._n < self._enough:
+            return
+        if self._tokens * plain_s < self._seconds:
+            self._wait, self._pause = self._pause, min(2 * self._pause, LAST_PAUSE)
+            self._tokens, self._seconds, self._n, self._enough = 0.0, 0.0, 0, 1
+        else:
+            self._pause, self._enough = FIRST_PAUSE, ENOUGH
+
+    def wait(self) -> None:
+        """A cycle did not guess."""
+        self._wait = max(self._wait - 1, 0)
