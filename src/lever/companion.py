@@ -40,6 +40,7 @@ class Companion(Owner):
             n_batch=BATCH,
             n_logits=8,
             n_tree=TREE_ROWS,
+            tree_attention="masked",  # `forward_nodes` is all that a draft needs
             layout="auto" if Image.of(gguf) is not None else "repacked",
         )
 

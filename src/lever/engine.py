@@ -15,6 +15,7 @@ from lever.draft import Draft
 from lever.errors import Cancelled, ContextOverflow, LeverError, UsageError
 from lever.model import Model
 from lever.policies import Preset, Situation, preset
+from lever.sample import top2_gap
 from lever.stats import RunStats
 from lever.threads import ThreadChooser
 from lever.trace import Cycle, Mark
@@ -23,6 +24,8 @@ from lever.weights.store import Store
 
 # (logits of one row, tokens before it, position of the token to be drawn) -> token
 Draw = Callable[[NDArray[np.float32], Sequence[int], int], int]
+# A logit gap between the two best tokens under which sums in another order may draw another one (`near_ties`).
+NEAR_TIE = 0.1
 FinishReason = Literal["stop", "length"]
 
 
@@ -96,7 +99,7 @@ class Engine:
         trace = _Trace(self._model, self._store, on_cycle)
         run = _Run(self._request, tokens, draw, end_tokens, limit, temperature, stats, cancelled, trace)
         figures = _Figures(self._model, self._store, stats)
-        step = run.step(logits)
+        step = run.step(logits, exact=self._model.kv.in_order)
         figures.update()
         yield step
         tree = DraftTree.rooted_at(step.token)
@@ -175,6 +178,7 @@ class Engine:
         run.stats.verified += len(rows.nodes) - 1
         if len(rows.nodes) > 1 and not model.finite(len(rows.nodes)):
             # Keys or values of a candidate overflowed: masked, they still make sums of other rows that are no numbers.
+            model.kv.truncate(model.kv.length)  # they may lie behind the text
             rows = depth_first(tree, [0])
             model.forward(rows.tokens, after_layer)
         return rows
@@ -189,7 +193,7 @@ class Engine:
             started = run.trace.lap()
             logits: NDArray[np.float32] = self._model.project([row])[0]
             self._cost.observe_project(run.trace.mark("project", started) - started)
-            step = run.step(logits)
+            step = run.step(logits, exact=self._exact(rows, row))
             yield step, row
             if step.finish_reason is not None:
                 return
@@ -201,11 +205,17 @@ class Engine:
             run.stats.accepted += 1
             row = child
 
+    def _exact(self, rows: TreeRows, row: int) -> bool:
+        """Whether this row has the bits of plain decoding: of masked ones, those whose path is the first rows."""
+        if self._model.shape.tree_attention == "exact":
+            return True
+        return self._model.kv.in_order and rows.parents[: row + 1] == tuple(range(-1, row))
+
     def _keep(self, rows: TreeRows, accepted: Sequence[int]) -> None:
         """The root and the accepted rows are in the cache now; a single row is there already."""
         path = [0, *accepted]
         if len(rows.nodes) > 1:
-            self._model.kv.keep(path)
+            self._model.keep(path)
         self._cached.extend(rows.tokens[row] for row in path)
 
     def _rerooted(self, run: _Run, tree: DraftTree, accepted: Sequence[int]) -> DraftTree:
@@ -218,7 +228,7 @@ class Engine:
         return rerooted.tree
 
     def _situation(self, tree: DraftTree, spent_s: float) -> Situation:
-        return Situation(tree, self._cost, spent_s, max(self._model.shape.n_tree, 1))
+        return Situation(tree, self._cost, spent_s, self._model.most_rows)
 
     def _prefill(
         self,
@@ -275,11 +285,17 @@ class _Run:
     trace: _Trace
     drafted_s: float = 0.0  # in this cycle
 
-    def step(self, logits: NDArray[np.float32]) -> Step:
-        """The next token, drawn by the request's own rule, at its place in the text."""
+    def step(self, logits: NDArray[np.float32], *, exact: bool) -> Step:
+        """The next token, drawn by the request's own rule, at its place in the text.
+
+        `exact`: whether these are the bits of plain decoding.
+        """
         token = self.draw(logits, self.tokens, len(self.tokens))
         self.tokens.append(token)
         self.stats.new_tokens += 1
+        if not exact:
+            self.stats.exact = False
+            self.stats.near_ties += top2_gap(logits) < NEAR_TIE
         return Step(token, logits, _finish_reason(token, len(self.tokens), self.end_tokens, self.limit))
 
 
