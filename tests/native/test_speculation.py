@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -174,15 +174,21 @@ class Models:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
-    folder = tmp_path_factory.mktemp("speculation")
-    shape: dict[str, Any] = {"n_layers": 3, "n_ff": 256, "n_vocab": N_VOCAB, "type": {"ffn_down": "Q6_K", "*": "Q4_K"}}
+    with opened(tmp_path_factory.mktemp("speculation"), {"ffn_down": "Q6_K", "*": "Q4_K"}) as models:
+        yield models
+
+
+@contextmanager
+def opened(folder: Path, weights: str | dict[str, str], **target: Any) -> Iterator[Models]:
+    """Models with such weights; settings of the target that checks trees."""
+    shape: dict[str, Any] = {"n_layers": 3, "n_ff": 256, "n_vocab": N_VOCAB, "type": weights}
     path = tiny.tiny_model(folder / "target.gguf", **shape)
     other = tiny.tiny_model(folder / "draft.gguf", **shape | {"n_layers": 1, "seed": 3, "type": "Q8_0"})
     with ExitStack() as stack:
         pinned: dict[str, Any] = {"pin_percent": 100, "n_tree": N_TREE, "n_logits": 4}
         yield Models(
             path,
-            stack.enter_context(open_tiny(path, n_tree=N_TREE, n_logits=1)),
+            stack.enter_context(open_tiny(path, n_tree=N_TREE, n_logits=1, **target)),
             stack.enter_context(open_tiny(path, n_logits=1)),
             stack.enter_context(open_tiny(path, **pinned)),
             stack.enter_context(open_tiny(other, **pinned)),
@@ -517,15 +523,16 @@ def test_figures_without_a_draft_are_those_of_plain_decoding(models: Models) -> 
 
 # --- masked trees: the same text but at near ties ------------------------------------------------------------
 
-ROUNDING = 0.1  # relative, of the logits of a row: see test_tree_pass
-TIE = 0.2  # a gap between the two best logits that is never closed, several times what is seen; they go up to 5
+ROUNDING = 2e-4  # relative, of the logits of a row: see test_tree_pass
+TIE = 1e-3  # a gap between the two best logits that rounding does not close: logits go up to 5
 ALL, NONE = float("inf"), 0.0  # bounds of near ties
 
 
 @pytest.fixture(scope="module")
-def masked(models: Models) -> Iterator[LoadedModel]:
-    with open_tiny(models.path, n_tree=N_TREE, n_logits=1, tree_attention="masked") as target:
-        yield target
+def masked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    """Weights in F32: without 8-bit activations differences are small, and what is wrong is seen."""
+    with opened(tmp_path_factory.mktemp("masked"), "F32", tree_attention="masked") as models:
+        yield models
 
 
 def agree(found: Answer, expected: Answer) -> int:
@@ -545,29 +552,27 @@ def agree(found: Answer, expected: Answer) -> int:
 @pytest.mark.parametrize("kind", ["itself", "another", "contrary", "damaged"])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_masked_trees_give_the_text_of_plain_decoding_but_at_near_ties(
-    models: Models, masked: LoadedModel, policy: Preset, kind: str
+    masked: Models, policy: Preset, kind: str
 ) -> None:
-    answers = Answers(masked, models.draft(kind), policy)
+    answers = masked.answers(policy, kind)
     for prompt in (AT_THE_BORDER, SHORT):
-        assert agree(answers.to(prompt), models.expected(prompt)) > 4
+        assert agree(answers.to(prompt), masked.expected(prompt)) > 12
 
 
 @pytest.mark.parametrize("name", ["chain-sd", "flash-ar"])
 @pytest.mark.parametrize("kind", ["itself", "contrary"])
-def test_a_masked_tree_of_one_path_is_exact(models: Models, masked: LoadedModel, name: str, kind: str) -> None:
-    found = Answers(masked, models.draft(kind), preset(name)).to(AT_THE_BORDER)
+def test_a_masked_tree_of_one_path_is_exact(masked: Models, name: str, kind: str) -> None:
+    found = masked.answers(preset(name), kind).to(AT_THE_BORDER)
     assert (found.stats.exact, found.stats.near_ties) == (True, 0)
-    assert found.same(models.expected(AT_THE_BORDER))
+    assert found.same(masked.expected(AT_THE_BORDER))
 
 
-def test_what_a_masked_branch_gave_is_told_and_counted(
-    models: Models, masked: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_masked_branch_gave_is_told_and_counted(masked: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """The right choices are second ones: the text leaves the first path."""
     for bound in (ALL, NONE, 0.05):
         monkeypatch.setattr("lever.engine.NEAR_TIE", bound)
-        found = Answers(masked, models.draft("contrary"), preset("opt-tree")).to(SHORT)
-        same = map(same_bits, found.logits, models.expected(SHORT).logits)
+        found = masked.answers(preset("opt-tree"), "contrary").to(SHORT)
+        same = map(same_bits, found.logits, masked.expected(SHORT).logits)
         first = next((n for n, is_same in enumerate(same) if not is_same), 24)
         gaps = [top2_gap(logits) for logits in found.logits]
         assert not found.stats.exact
@@ -584,26 +589,26 @@ def test_near_ties_are_counted_in_masked_trees_alone(models: Models, monkeypatch
 
 
 def test_an_answer_that_goes_on_from_masked_rows_is_not_exact_and_a_new_one_is(
-    models: Models, masked: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    masked: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lever.engine.NEAR_TIE", ALL)
-    answers = Answers(masked, models.draft("contrary"), preset("opt-tree"))
+    answers = masked.answers(preset("opt-tree"), "contrary")
     found = answers.to(SHORT)
     going_on = answers.to([*SHORT, *found.tokens, 17], n=1)
     assert going_on.stats.cached_tokens > len(SHORT)
     assert (going_on.stats.exact, going_on.stats.near_ties) == (False, 1)
     afresh = answers.to(SHORT, n=1)
     assert (afresh.stats.exact, afresh.stats.near_ties) == (True, 0)
-    assert afresh.same(models.expected(SHORT, n=1))
+    assert afresh.same(masked.expected(SHORT, n=1))
 
 
 @pytest.mark.parametrize("policy", POLICIES[1:], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("n_prompt", [60, 92, 99])
-def test_K4_masked_trees_end_at_a_full_context(models: Models, policy: Preset, n_prompt: int) -> None:
-    with open_tiny(models.path, n_tree=N_TREE, n_ctx=100, tree_attention="masked") as target:
-        found = Answers(target, models.draft("itself"), policy).to(TOKENS[:n_prompt], n=None)
+def test_K4_masked_trees_end_at_a_full_context(masked: Models, policy: Preset, n_prompt: int) -> None:
+    with open_tiny(masked.path, n_tree=N_TREE, n_ctx=100, tree_attention="masked") as target:
+        found = Answers(target, masked.draft("itself"), policy).to(TOKENS[:n_prompt], n=None)
         assert target.model.kv.length == 99
-    with open_tiny(models.path, n_ctx=100) as plain:
+    with open_tiny(masked.path, n_ctx=100) as plain:
         agree(found, Answers(plain).to(TOKENS[:n_prompt], n=None))
     assert found.reasons[-1] == "length"
     assert len(found.tokens) == 100 - n_prompt
@@ -611,10 +616,8 @@ def test_K4_masked_trees_end_at_a_full_context(models: Models, policy: Preset, n
 
 @pytest.mark.parametrize("policy", POLICIES[1:], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("end", ["given up", "cancelled"])
-def test_a_masked_answer_that_ends_early_leaves_all_sound(
-    models: Models, masked: LoadedModel, policy: Preset, end: str
-) -> None:
-    answers, expected = Answers(masked, models.draft("contrary"), policy), models.expected(A)
+def test_a_masked_answer_that_ends_early_leaves_all_sound(masked: Models, policy: Preset, end: str) -> None:
+    answers, expected = masked.answers(policy, "contrary"), masked.expected(A)
     for n in (1, 2, 5):
         if end == "given up":
             steps = answers.steps(A)
@@ -627,6 +630,6 @@ def test_a_masked_answer_that_ends_early_leaves_all_sound(
                 for _ in answers.steps(A, n=400, cancelled=lambda asked=asked: next(asked, None) is None):
                     pass
         agree(answers.to(A), expected)
-        assert answers.to(B, n=1).same(models.expected(B, n=1))
-        going_on = [*B, *models.expected(B, n=1).tokens]
-        agree(answers.to(going_on), models.expected(going_on))
+        assert answers.to(B, n=1).same(masked.expected(B, n=1))
+        going_on = [*B, *masked.expected(B, n=1).tokens]
+        agree(answers.to(going_on), masked.expected(going_on))
