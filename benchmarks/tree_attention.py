@@ -3,8 +3,9 @@
     python -m benchmarks.tree_attention MODEL [--draft DRAFT --prompts FILE.jsonl] [--json FILE]
 
 Passes, everything in DRAM: trees of several sizes and numbers of leaves behind contexts of several lengths. Exact and
-masked ones take turns on the same model; medians of each, and of the differences within a turn. A tree is a trunk with
-leaves spread over it, the shape that drafts give. The cache is zeros: what it holds costs no time.
+masked ones take turns on the same model. All layers are alike, so the median of a layer, over layers and rounds, times
+their number stands for a pass: others on the machine disturb some layers, and would disturb every pass. A tree is a
+trunk with leaves spread over it, the shape that drafts give. The cache is zeros: what it holds costs no time.
 
 Texts, streamed, if there are a draft and prompts (lines of JSON with "prompt"): greedy answers of the preset `lever` in
 both ways. Logits are compared as long as the tokens before them are equal.
@@ -14,13 +15,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import date
-from itertools import islice
+from itertools import islice, pairwise, product
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +38,8 @@ from lever.models import resolve
 from lever.sample import top2_gap
 from lever.settings import TreeAttention
 from lever.stats import RunStats
+
+Forward = Callable[[Sequence[int], Sequence[int], Callable[[int], None]], None]
 
 CYCLE_S = 0.45  # a streamed cycle of the demo, to take shares of
 BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0)
@@ -60,36 +65,20 @@ def tree(n_rows: int, n_leaves: int) -> list[int]:
     return parents + sorted(places, reverse=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One pass in each way: seconds, and those inside ggml."""
-
-    exact_s: float
-    masked_s: float
-    exact_compute_s: float
-    masked_compute_s: float
-
-
-def turn(loaded: LoadedModel, parents: Sequence[int], n_context: int, masked_first: bool) -> Turn:
-    """Both ways, one after the other."""
-    model, tokens = loaded.model, [100 + 7 * row for row in range(len(parents))]
-    found: dict[str, tuple[float, float]] = {}
-    ways = [("exact", model.forward_paths), ("masked", model.forward_masked)]
-    for name, forward in reversed(ways) if masked_first else ways:
-        model.kv.truncate(0)
-        model.kv.length = n_context
-        started, compute = time.perf_counter(), model.stats.layers_s
-        forward(tokens, parents)
-        found[name] = (time.perf_counter() - started, model.stats.layers_s - compute)
-    (exact_s, exact_compute_s), (masked_s, masked_compute_s) = found["exact"], found["masked"]
-    return Turn(exact_s, masked_s, exact_compute_s, masked_compute_s)
+def layer_seconds(loaded: LoadedModel, forward: Forward, parents: Sequence[int], n_context: int) -> list[float]:
+    """Of each layer of one pass, Python's share included."""
+    model, laps = loaded.model, [0.0]
+    model.kv.truncate(0)
+    model.kv.length = n_context
+    tokens = [100 + 7 * row for row in range(len(parents))]
+    forward(tokens, parents, lambda _layer: laps.append(time.perf_counter()))
+    return [end - start for start, end in pairwise(laps[1:])]  # the first one has the embedding with it
 
 
 def passes(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row of figures for each thread count, tree and context."""
-    contexts, shapes = numbers(args.contexts), [(r, n) for r in numbers(args.rows) for n in numbers(args.leaves)]
-    n_tree = max(numbers(args.rows))
-    n_threads = numbers(args.threads)
+    n_tree, contexts, n_threads = max(args.rows), args.contexts, args.threads
+    cases = [Case(*case) for case in product(n_threads, args.rows, args.leaves, contexts) if case[2] < case[1]]
     settings = ModelSettings(
         dram=parse_size(args.dram),
         pin_percent=100,
@@ -97,30 +86,40 @@ def passes(args: argparse.Namespace) -> list[dict[str, Any]]:
         n_threads=max(n_threads),
         n_tree=n_tree,
     )
-    cases = [Case(t, r, n, c) for t in n_threads for r, n in shapes if n < r for c in contexts]
-    turns: dict[Case, list[Turn]] = {case: [] for case in cases}
+    found: dict[tuple[Case, str], list[float]] = defaultdict(list)
     with LLM(resolve(args.model).path, settings) as llm:
-        turn(llm.loaded, tree(4, 2), min(contexts), masked_first=False)  # goes unmeasured
+        loaded, model = llm.loaded, llm.loaded.model
+        ways: list[tuple[str, Forward]] = [("exact", model.forward_paths), ("masked", model.forward_masked)]
+        layer_seconds(loaded, model.forward_paths, tree(4, 2), min(contexts))  # goes unmeasured
         for number in range(args.rounds):
             for case in cases:
-                llm.loaded.model.n_threads = case.threads
-                parents = tree(case.rows, case.leaves)
-                turns[case].append(turn(llm.loaded, parents, case.context, masked_first=bool(number % 2)))
-    return [summary(case, found) for case, found in turns.items()]
+                model.n_threads = case.threads
+                for name, forward in ways[:: -1 if number % 2 else 1]:
+                    parents = tree(case.rows, case.leaves)
+                    found[case, name] += layer_seconds(loaded, forward, parents, case.context)
+            print(f"round {number + 1} of {args.rounds}", flush=True)
+        n_layers = model.config.n_layers
+    return [summary(case, n_layers, found[case, "exact"], found[case, "masked"]) for case in cases]
 
 
-def summary(case: Case, turns: Sequence[Turn]) -> dict[str, Any]:
-    """Medians of one case, printed on the way."""
-    medians = {name: median(getattr(t, name) for t in turns) for name in asdict(turns[0])}
-    extra_s = median(t.exact_s - t.masked_s for t in turns)
-    shares = {"of_streamed_cycle": extra_s / CYCLE_S, "of_masked_pass": extra_s / medians["masked_s"]}
+def summary(case: Case, n_layers: int, exact: Sequence[float], masked: Sequence[float]) -> dict[str, Any]:
+    """Seconds of a pass as so many times a layer's median, printed on the way."""
+    exact_s, masked_s = n_layers * median(exact), n_layers * median(masked)
+    extra_s = exact_s - masked_s
     print(
         f"{case.threads} threads, {case.rows:2} rows, {case.leaves:2} leaves, context {case.context:4}: "
-        f"exact {1e3 * medians['exact_s']:6.1f} ms, masked {1e3 * medians['masked_s']:6.1f} ms, "
-        f"{1e3 * extra_s:+6.1f} ms: {100 * shares['of_streamed_cycle']:+5.1f} % of {CYCLE_S} s, "
-        f"{100 * shares['of_masked_pass']:+5.1f} % of the pass"
+        f"exact {1e3 * exact_s:6.1f} ms, masked {1e3 * masked_s:6.1f} ms, {1e3 * extra_s:+6.1f} ms: "
+        f"{100 * extra_s / CYCLE_S:+5.1f} % of {CYCLE_S} s, {100 * extra_s / masked_s:+5.1f} % of the pass"
     )
-    return case._asdict() | medians | {"extra_s": extra_s} | shares
+    return case._asdict() | {
+        "exact_s": exact_s,
+        "masked_s": masked_s,
+        "extra_s": extra_s,
+        "exact_quartiles_s": [n_layers * quartile for quartile in quantiles(exact)],
+        "masked_quartiles_s": [n_layers * quartile for quartile in quantiles(masked)],
+        "of_streamed_cycle": extra_s / CYCLE_S,
+        "of_masked_pass": extra_s / masked_s,
+    }
 
 
 # --- texts --------------------------------------------------------------------------------------------------
@@ -141,7 +140,7 @@ def answers(args: argparse.Namespace, attention: TreeAttention) -> Iterator[Answ
         dram=parse_size(args.dram),
         pin_percent=0,
         n_ctx=2048,
-        n_threads=max(numbers(args.threads)),
+        n_threads=max(args.threads),
         tree_attention=attention,
     )
     with LLM(resolve(args.model).path, settings, draft=args.draft, policy="lever") as llm:
@@ -221,10 +220,10 @@ def main() -> None:
     """Measure, print, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("--rows", default="16,26")
-    parser.add_argument("--leaves", default="1,4,10,16")
-    parser.add_argument("--contexts", default="256,1024,4096")
-    parser.add_argument("--threads", default=",".join(map(str, sorted({1, len(performance_cores())}))))
+    parser.add_argument("--rows", type=numbers, default="16,26")
+    parser.add_argument("--leaves", type=numbers, default="1,4,10,16")
+    parser.add_argument("--contexts", type=numbers, default="256,1024,4096")
+    parser.add_argument("--threads", type=numbers, default=",".join(map(str, sorted({1, len(performance_cores())}))))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dram", default="4GiB")
     parser.add_argument("--draft", type=Path)
@@ -239,6 +238,7 @@ def main() -> None:
         "date": date.today().isoformat(),
         "settings": {name: Path(v).name if isinstance(v, Path) else str(v) for name, v in vars(args).items()}
         | {"model": Path(args.model).name},
+        "load_average": os.getloadavg(),  # before we begin: what others do on the machine
         "near_tie": NEAR_TIE,
         "cycle_s": CYCLE_S,
         "passes": passes(args) if args.rounds else [],
