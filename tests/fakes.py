@@ -138,6 +138,8 @@ class ScriptedModel:
     def kv(self) -> ScriptedModel:
         return self
 
+    most_rows, in_order = 1, True  # no trees
+
     def truncate(self, length: int) -> None:
         assert length <= len(self.rows)
         del self.rows[length:]

@@ -43,6 +43,7 @@ class Companion(Owner):
             n_logits=8,
             n_tree=TREE_ROWS,
             n_steps=STEPS,
+            tree_attention="masked",  # `forward_nodes` is all that a draft needs
             layout="auto" if Image.of(gguf) is not None else "repacked",
         )
 

@@ -20,6 +20,7 @@ from lever.figures import Clock, Figures, Trace
 from lever.lookup import Match, Record, find, tree_of
 from lever.model import Model
 from lever.policies import Preset, Situation, most_worth, preset, rate
+from lever.sample import top2_gap
 from lever.stats import RunStats
 from lever.threads import ThreadChooser
 from lever.trace import Cycle
@@ -29,6 +30,8 @@ from lever.worth import Reliability, Worth
 
 # (logits of one row, tokens before it, position of the token to be drawn) -> token
 Draw = Callable[[NDArray[np.float32], Sequence[int], int], int]
+# A logit gap between the two best tokens under which sums in another order may draw another one (`near_ties`).
+NEAR_TIE = 0.1
 FinishReason = Literal["stop", "length"]
 CATCH_UP = 8  # tokens that a draft reads at once, when they were not its own
 
@@ -127,7 +130,7 @@ class Engine:
         if run.room > 2:
             self._read_by_draft(run)
         figures = Figures(self._model, self._store, stats)
-        step = run.step(logits)
+        step = run.step(logits, exact=self._model.kv.in_order)
         figures.update()
         yield step
         tree = DraftTree.rooted_at(step.token)
@@ -243,6 +246,7 @@ class Engine:
         run.stats.plain_cycles += len(rows.nodes) == 1
         if len(rows.nodes) > 1 and not model.finite(len(rows.nodes)):
             # Keys or values of a candidate overflowed: masked, they still make sums of other rows that are no numbers.
+            model.kv.truncate(model.kv.length)  # they may lie behind the text
             rows = depth_first(tree, [0])
             model.forward(rows.tokens, after_layer)
         return rows
@@ -282,7 +286,7 @@ class Engine:
             if row not in known:
                 known = self._project(run, self._likely_path(tree, rows, row))
             logits = known[row]
-            step = run.step(logits)
+            step = run.step(logits, exact=self._exact(rows, row))
             if drafted:
                 self._judge(tree, rows.nodes[row], step.token)
             yield step, row
@@ -295,6 +299,12 @@ class Engine:
                 return
             run.stats.accepted += 1
             row = child
+
+    def _exact(self, rows: TreeRows, row: int) -> bool:
+        """Whether this row has the bits of plain decoding: of masked ones, those whose path is the first rows."""
+        if self._model.shape.tree_attention == "exact":
+            return True
+        return self._model.kv.in_order and rows.parents[: row + 1] == tuple(range(-1, row))
 
     def _likely_path(self, tree: DraftTree, rows: TreeRows, row: int) -> list[int]:
         """A row, and those behind it along the likeliest path that are better projected at once with it."""
@@ -333,7 +343,7 @@ class Engine:
         """The root and the accepted rows are in the cache now; a single row is there already."""
         path = [0, *accepted]
         if len(rows.nodes) > 1:
-            self._model.kv.keep(path)
+            self._model.keep(path)
         self._cached.extend(rows.tokens[row] for row in path)
 
     def _learn(self, run: _Run, rows: TreeRows, match: Match | None, *, looked_up: bool) -> None:
@@ -357,8 +367,7 @@ class Engine:
         return rerooted.tree
 
     def _situation(self, run: _Run, tree: DraftTree) -> Situation:
-        most_rows = max(self._model.shape.n_tree, 1)
-        return Situation(tree, self._cost, run.drafted_s, most_rows, run.room, run.outcomes)
+        return Situation(tree, self._cost, run.drafted_s, self._model.most_rows, run.room, run.outcomes)
 
     def _read_by_draft(self, run: _Run) -> None:
         """The prompt, before the first cycle needs it."""
@@ -441,11 +450,17 @@ class _Run:
         self.trace.begin()
         self.started, self.drafted_s, self.cycle_s = len(self.tokens), 0.0, 0.0
 
-    def step(self, logits: NDArray[np.float32]) -> Step:
-        """The next token, drawn by the request's own rule, at its place in the text."""
+    def step(self, logits: NDArray[np.float32], *, exact: bool) -> Step:
+        """The next token, drawn by the request's own rule, at its place in the text.
+
+        `exact`: whether these are the bits of plain decoding.
+        """
         token = self.draw(logits, self.tokens, len(self.tokens))
         self.tokens.append(token)
         self.stats.new_tokens += 1
+        if not exact:
+            self.stats.exact = False
+            self.stats.near_ties += top2_gap(logits) < NEAR_TIE
         return Step(token, logits, _finish_reason(token, len(self.tokens), self.end_tokens, self.limit))
 
 

@@ -53,6 +53,7 @@ class KVCache(Owner):
         self.n_slots = round_up(n_ctx, SLOT_MULTIPLE)
         self.length = 0
         self._written = 0  # slots that may hold something
+        self._moved: int | None = None  # the first row of the text that was computed in another slot
         width, n_layers = config.n_embd_kv, config.n_layers
         with ExitStack() as stack:
             self._pages = stack.enter_context(Pages(kv_bytes(config, n_ctx, n_nodes)))
@@ -75,6 +76,11 @@ class KVCache(Owner):
     def nbytes(self) -> int:
         """Bytes held."""
         return self._pages.nbytes
+
+    @property
+    def in_order(self) -> bool:
+        """Whether all rows were computed where they lie. Else they and what follows differ from plain decoding's."""
+        return self._moved is None
 
     def require(self, n_rows: int) -> None:
         """Make ready for `n_rows` more rows; ContextOverflow unless they fit."""
@@ -100,6 +106,8 @@ class KVCache(Owner):
         chosen, end = self.length + np.asarray(slots, int), self.length + len(slots)
         self._keys[:, self.length : end] = self._keys[:, chosen]
         self._values[:, :, self.length : end] = self._values[:, :, chosen]
+        if self._moved is None:
+            self._moved = next((self.length + n for n in range(n_text) if slots[n] != n), None)
         self.length += n_text
 
     def truncate(self, length: int) -> None:
@@ -113,6 +121,8 @@ class KVCache(Owner):
         self._keys[:, length : self._written] = 0
         self._values[:, :, length : self._written] = 0
         self._written = length
+        if self._moved is not None and length <= self._moved:
+            self._moved = None
 
     def close(self) -> None:
         """Free the memory; tensors become invalid."""

@@ -18,6 +18,7 @@ from lever.memory import Ledger, does_not_fit, release_unused, rss_bytes
 from lever.model import Model
 from lever.owner import Owner
 from lever.pages import PAGE
+from lever.settings import TreeAttention
 from lever.sizing import compute_nbytes
 from lever.steps import Steps
 from lever.weights.embedding import EmbeddingRows
@@ -39,10 +40,12 @@ PYTHON_GROWTH = 6 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """How much of a model stays in memory, and how it is computed. None of it changes a bit of the text but `layout`.
+    """How much of a model stays in memory, and how it is computed. None of it changes a bit of the text but `layout`
+    and `tree_attention`.
 
     layout "auto" computes with the bytes as the file holds them, be it a GGUF or a flash image; "repacked" puts a whole
-    GGUF into memory in the layout of the fastest kernels, whose sums round differently.
+    GGUF into memory in the layout of the fastest kernels, whose sums round differently. tree_attention "masked" saves
+    time where contexts are long; rows of a tree are then no longer plain decoding's to the bit.
     """
 
     dram: int  # bytes that the process may hold
@@ -54,6 +57,7 @@ class ModelSettings:
     n_logits: int = 4  # rows whose logits are held at once
     n_tree: int = 0  # rows of a tree that one pass checks; 0: no trees
     n_steps: int = 0  # graphs of whole passes that are kept, where all is in memory; 0: none
+    tree_attention: TreeAttention = "exact"
     block: int = BLOCK  # bytes of one read
     depth: int = DEPTH  # reads in flight
     start_threads: int | None = None  # of the first passes for a token; None: one when anything is streamed
@@ -230,9 +234,8 @@ def plan(
     units = model_units(gguf, config, CheckedFile.grain if image is not None else PAGE)
     release_unused()
     while True:
-        shape = ModelShape(
-            n_ctx, min(settings.n_batch, n_ctx), settings.n_logits, settings.n_tree, settings.n_steps, multiple
-        )
+        n_batch, trees = min(settings.n_batch, n_ctx), settings.tree_attention
+        shape = ModelShape(n_ctx, n_batch, settings.n_logits, settings.n_tree, settings.n_steps, multiple, trees)
         fixed = {PYTHON: (rss_bytes() if python is None else python) + PYTHON_GROWTH, **beside}
         fixed |= _fixed_parts(ggml, gguf, config, units, settings, shape)
         try:
@@ -253,7 +256,7 @@ def _fixed_parts(
     table = gguf.tensors["token_embd.weight"]
     checksums = gguf.tensors.get(IMAGE_CHECKSUMS)
     return {
-        KV_CACHE: kv_bytes(config, shape.n_ctx, shape.n_tree),
+        KV_CACHE: kv_bytes(config, shape.n_ctx, shape.n_nodes),
         BUFFERS: Workspace.nbytes(config, shape)
         + EmbeddingRows.nbytes(table, shape.graph_rows, units.grain)
         + compute_nbytes(ggml, config, units, shape, settings.n_threads)

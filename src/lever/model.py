@@ -65,9 +65,9 @@ class Model(Owner):
         self._small = next(iter(weights.stream([(units.small,)])))  # pinned, so it stays valid
         self._closed = False
         with ExitStack() as stack:
-            self.kv = stack.enter_context(KVCache(ggml, config, shape.n_ctx, shape.n_tree))
+            self.kv = stack.enter_context(KVCache(ggml, config, shape.n_ctx, shape.n_nodes))
             self._backend = stack.enter_context(Backend(ggml, n_threads, spin=spin))
-            self._context = stack.enter_context(Context(ggml, graph_tensors(shape.n_tree), graph_nodes(shape.n_tree)))
+            self._context = stack.enter_context(Context(ggml, graph_tensors(shape.n_nodes), graph_nodes(shape.n_nodes)))
             self._workspace = stack.enter_context(Workspace(ggml, config, embedding, shape))
             self._allocator = stack.enter_context(GraphAllocator(ggml))
             for graph in wide_graphs(ggml, config, units, shape):
@@ -105,19 +105,55 @@ class Model(Owner):
         """One pass over the layers for a tree of up to n_tree tokens that comes behind the cache.
 
         parents[i] is the row of token i's parent; row 0 is the root, whose parent is -1. Rows are in depth-first order:
-        a parent lies on the path of the row before. Each row has the bits that it would have in a text that is its
-        path. The cache keeps its length until `kv.keep(rows)` takes over those of a path.
+        a parent lies on the path of the row before. The cache keeps its length until `keep` takes over those of a path.
         """
-        assert 0 < len(tokens) <= self.shape.n_tree
+        forward = self.forward_paths if self.shape.tree_attention == "exact" else self.forward_masked
+        forward(tokens, parents, after_layer)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a tree may have now: masked ones take a slot each, and near the end of the context few are left."""
+        room = self.shape.n_ctx - self.kv.length if self.shape.tree_attention == "masked" else self.shape.n_tree
+        return max(min(self.shape.n_tree, room), 1)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """The rows of the accepted path, numbered as in the last `forward_tree`, become the text's next ones."""
+        if self.shape.tree_attention == "exact":
+            self.kv.keep(rows)
+        else:
+            self.kv.gather(rows, len(rows))
+            self.kv.truncate(self.kv.length)  # nothing stays behind the text
+
+    def forward_paths(
+        self, tokens: Sequence[int], parents: Sequence[int], after_layer: Callable[[int], None] = lambda _layer: None
+    ) -> None:
+        """`forward_tree` with attention path by path: each row has the bits that it has in a text that is its path."""
+        assert 0 < len(tokens) <= self.shape.n_nodes
         self._require_open()
         block = self._tree_block(parents)
         self.kv.require(max(block.slots) + 1 - self.kv.length)
         self._pass(tokens, (block,), after_layer)
 
-    def forward_nodes(
-        self, tokens: Sequence[int], first: int, depths: Sequence[int], visible: NDArray[np.bool_]
+    def forward_masked(
+        self, tokens: Sequence[int], parents: Sequence[int], after_layer: Callable[[int], None] = lambda _layer: None
     ) -> None:
-        """One pass for up to n_tree tokens of a tree whose rows stay behind the text, for a draft.
+        """`forward_tree` with attention in one piece, over rows that lie behind the text in the order of the pass.
+
+        The first rows, as long as each is the child of the one before, lie where plain decoding has them, and have its
+        bits. The sums of the others have their terms in another order.
+        """
+        depths = [depth + 1 for depth in tree_depths(parents)]
+        self.forward_nodes(tokens, 0, depths, ancestry(parents), after_layer)
+
+    def forward_nodes(
+        self,
+        tokens: Sequence[int],
+        first: int,
+        depths: Sequence[int],
+        visible: NDArray[np.bool_],
+        after_layer: Callable[[int], None] = lambda _layer: None,
+    ) -> None:
+        """One pass for up to n_tree tokens of a tree whose rows stay behind the text.
 
         The rows go to the places `first`, `first` + 1 and so on, counted from the end of the text; depths[i] is row i's
         distance from the text's last token. visible [n, first + n]: which of the rows behind the text each row sees,
@@ -125,7 +161,7 @@ class Model(Owner):
         """
         assert 0 < len(tokens) <= self.shape.n_tree
         self._require_open()
-        self._pass(tokens, (self._nodes_block(first, depths, visible),), lambda _layer: None)
+        self._pass(tokens, (self._nodes_block(first, depths, visible),), after_layer)
 
     def step(
         self, tokens: Sequence[int], first: int, depths: Sequence[int], visible: NDArray[np.bool_]
@@ -294,3 +330,11 @@ def tree_depths(parents: Sequence[int]) -> list[int]:
         path.append(row)
         depths.append(len(path) - 1)
     return depths
+
+
+def ancestry(parents: Sequence[int]) -> NDArray[np.bool_]:
+    """Of each row of a tree, which rows are it or its ancestors: [n, n]. A parent comes before its children."""
+    seen = np.eye(len(parents), dtype=bool)
+    for row, parent in enumerate(parents[1:], start=1):
+        seen[row] |= seen[parent]
+    return seen

@@ -6,10 +6,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal
 
 from lever.errors import UsageError
 
 MAX_SEED = 2**64 - 1
+
+# How the rows of a tree attend. "exact": path by path, each row over the slots of plain decoding, with its bits.
+# "masked": all at once, a mask showing each its ancestors, so that most sums have their terms in another order.
+TreeAttention = Literal["exact", "masked"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,12 +41,12 @@ def wide_graphs(ggml: Library, config: ModelConfig, units: ModelUnits, shape: Mo
     A longer context does not always take more memory, so all are tried. They lie over addresses that are never read;
     each is valid until the next.
     """
-    m, n_tree, n_logits = shape.graph_rows, shape.n_tree, shape.padded(shape.n_logits)
+    m, n_nodes, n_logits = shape.graph_rows, shape.n_nodes, shape.padded(shape.n_logits)
     n_slots, transformer = shape.n_slots, Transformer(ggml, config)
     with ExitStack() as stack:
         buffer = stack.enter_context(Buffer(ggml, PAGE, 1 << 46))
         inputs = stack.enter_context(Context(ggml, 12))
-        context = stack.enter_context(Context(ggml, graph_tensors(n_tree), graph_nodes(n_tree)))
+        context = stack.enter_context(Context(ggml, graph_tensors(n_nodes), graph_nodes(n_nodes)))
         places = [place for index in units.layers[0] for place in units.units[index].places]
         weights = overlay(ggml, places, PAGE, 1 << 46, stack)
         (matrix,) = overlay(ggml, units.units[units.projection[0]].places, PAGE, 1 << 46, stack).values()
@@ -59,7 +59,7 @@ def wide_graphs(ggml: Library, config: ModelConfig, units: ModelUnits, shape: Mo
 
         hidden = tensor(F32, config.n_embd, m)
         positions = vector(I32, m)
-        nodes = [tensor(F16, config.n_embd_kv, n_tree) for _ in range(2 if n_tree else 0)]
+        nodes = [tensor(F16, config.n_embd_kv, n_nodes) for _ in range(2 if n_nodes else 0)]
         kv = LayerKV(tensor(F16, config.n_embd_kv, n_slots), tensor(F16, n_slots, config.n_embd_kv), *nodes)
         mixed = tensor(F32, config.n_heads * config.head_dim, m)
         for n_kv in range(SLOT_MULTIPLE, n_slots + 1, SLOT_MULTIPLE):
@@ -67,19 +67,19 @@ def wide_graphs(ggml: Library, config: ModelConfig, units: ModelUnits, shape: Mo
             mask = tensor(F16, n_kv, m, context)
             rows = Rows(hidden, positions, mask, n=m, m=m, first_slot=0, n_kv=n_kv)
             yield transformer.layer(context, 0, weights, None, kv, n_slots, rows)
-            for width in {n_tree, 1} if n_tree else ():
+            for width in {n_nodes, 1} if n_nodes else ():
                 context.reset()
                 mask = tensor(F16, n_kv, m, context)
-                runs = tuple(Run(row, width, 0, row, width) for row in range(0, n_tree, width))
-                rows = Rows(hidden, positions, mask, n_tree, m, 0, n_kv, runs, mixed)
+                runs = tuple(Run(row, width, 0, row, width) for row in range(0, n_nodes, width))
+                rows = Rows(hidden, positions, mask, n_nodes, m, 0, n_kv, runs, mixed)
                 yield transformer.layer(context, 0, weights, None, kv, n_slots, rows)
         context.reset()
         band = max(units.band_rows)
         chosen, logits = tensor(F32, config.n_embd, n_logits), tensor(F32, band, n_logits)
         yield transformer.project(context, chosen, matrix, logits)
         if shape.n_steps:
-            n_nodes = step_nodes(config.n_layers, len(units.projection))
-            whole = stack.enter_context(Context(ggml, n_nodes + 8, n_nodes))
+            n_whole = step_nodes(config.n_layers, len(units.projection))
+            whole = stack.enter_context(Context(ggml, n_whole + 8, n_whole))
             slots = vector(I64, n_logits, whole), vector(I64, n_logits * config.n_embd_kv, whole)
             ids, mask = vector(I32, n_logits, whole), tensor(F16, n_slots, n_logits, whole)
             rows = Rows(0, ids, mask, n_logits, n_logits, 0, n_slots, (), 0, *slots)

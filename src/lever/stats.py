@@ -35,8 +35,8 @@ class RunStats:
     verify_s: float = 0.0  # of the target's layers, compute only
     project_s: float = 0.0  # of its output projection, compute only
     python_s: float = 0.0
-    exact: bool = True
-    near_ties: int = 0
+    exact: bool = True  # all logits had the bits of plain decoding
+    near_ties: int = 0  # of the tokens where they had not: the two best logits were so close that it could matter
     peak_rss_bytes: int = 0
     dram_budget_bytes: int = 0
     dram_planned_bytes: int = 0

@@ -16,6 +16,7 @@ from lever.gguf import F16, F32, I32
 from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE
 from lever.owner import Owner
 from lever.pages import Pages, round_up
+from lever.settings import TreeAttention
 from lever.transformer import F32_BYTES, Run
 from lever.weights.embedding import EmbeddingRows
 
@@ -32,11 +33,17 @@ class ModelShape:
     n_tree: int = 0  # rows of a tree at most; 0: no trees
     n_steps: int = 0  # graphs of whole passes that are kept, of a model that is all in memory (`lever.steps`)
     row_multiple: int = 4  # graphs have a multiple of so many rows (`lever.ggml.probe`)
+    tree_attention: TreeAttention = "exact"
 
     @property
     def n_slots(self) -> int:
         """Slots of the KV cache."""
         return round_up(self.n_ctx, SLOT_MULTIPLE)
+
+    @property
+    def n_nodes(self) -> int:
+        """Rows of a tree that lie beside the slots of the cache; masked ones lie in slots behind the text."""
+        return self.n_tree if self.tree_attention == "exact" else 0
 
     @property
     def graph_rows(self) -> int:
@@ -83,8 +90,8 @@ class Workspace(Owner):
             self.positions, positions = rows(I32, np.int32, 1, shape.graph_rows)
             self.ids, ids = rows(I32, np.int32, 1, shape.graph_rows)
             self.mixed = 0
-            if shape.n_tree:
-                self.mixed, _ = rows(F32, np.float32, shape.padded(shape.n_tree), config.n_heads * config.head_dim)
+            if shape.n_nodes:
+                self.mixed, _ = rows(F32, np.float32, shape.padded(shape.n_nodes), config.n_heads * config.head_dim)
             self.table = self._embedding_table(stack, embedding)
             self._cleanup = stack.pop_all()
         self._positions_array, self.ids_array = positions[0], ids[0]
@@ -94,7 +101,7 @@ class Workspace(Owner):
         """Bytes that a workspace takes, before there is one. (Positions and ids are a page each.)"""
         n_rows, n_logits = _widths(shape)
         floats = (n_rows + n_logits) * config.n_embd + n_logits * config.n_vocab
-        floats += shape.padded(shape.n_tree) * config.n_heads * config.head_dim
+        floats += shape.padded(shape.n_nodes) * config.n_heads * config.head_dim
         return F32_BYTES * floats + F16_BYTES * shape.graph_rows * shape.n_slots
 
     def show(self, block: Block) -> None:

@@ -155,6 +155,21 @@ def test_rows_behind_the_text_are_gathered_in_any_order(
     assert held(cache, 15) == [*range(10), *expected]
 
 
+def test_rows_that_were_moved_into_the_text_are_told_until_they_are_cut_off(cache: KVCache) -> None:
+    cache.require(20)
+    cache.gather([0, 1, 5, 4], 2)  # what moves behind the text is not text
+    assert cache.in_order
+    cache.gather([0, 2, 3], 3)
+    assert (cache.length, cache.in_order) == (5, False)
+    cache.gather([0, 1, 3], 3)
+    cache.truncate(6)
+    assert not cache.in_order
+    cache.truncate(4)
+    assert not cache.in_order
+    cache.truncate(3)
+    assert cache.in_order
+
+
 def test_closing_twice_is_safe(config: ModelConfig) -> None:
     cache = KVCache(load(), config, 256)
     cache.close()

@@ -185,6 +185,7 @@ def _figures(stats: RunStats, bytes_per_pass: int) -> str:
         (
             _speed(stats),
             *_guessing(stats),
+            *([f"masked trees: not plain decoding's bits, {stats.near_ties} near ties"] if not stats.exact else []),
             f"prompt of {stats.prompt_tokens} in {stats.prefill_s:.1f} s",
             _reads(stats, bytes_per_pass),
             f"{100 * stats.pinned_share:.0f} % of the layers in DRAM",

@@ -26,6 +26,13 @@ class Layout(StrEnum):
     repacked = "repacked"
 
 
+class TreeAttention(StrEnum):
+    """How the rows of a tree attend."""
+
+    exact = "exact"
+    masked = "masked"
+
+
 def variable(flag: str) -> str:
     """The environment variable of a flag: LEVER_TOP_K of --top-k."""
     return "LEVER_" + flag.removeprefix("--").replace("-", "_").upper()
@@ -141,6 +148,16 @@ PresetFlag = Annotated[
         help="How guesses are made and checked: lever, flash-ar (none), chain-sd, edgellm, specinfer, opt-tree, "
         "lever-paper. "
         f"{_otherwise('lever with a draft, flash-ar without')}",
+    ),
+]
+TreeAttentionFlag = Annotated[
+    TreeAttention,
+    _flag(
+        MEMORY,
+        "--tree-attention",
+        value="WAY",
+        help="exact: guesses are checked with the bits of plain decoding. masked: in fewer steps, faster with a long "
+        "context, but sums run in another order: text may differ at near ties, which are counted.",
     ),
 ]
 NoImage = Annotated[

@@ -45,6 +45,7 @@ def run(
     draft: o.Draft = o.AUTO,
     no_draft: o.NoDraft = False,
     preset: o.PresetFlag = None,
+    tree_attention: o.TreeAttentionFlag = o.TreeAttention.exact,
     max_tokens: o.MaxTokens = -1,
     seed: o.Seed = -1,
     temperature: o.Temperature = 0.8,
@@ -87,6 +88,7 @@ def run(
         n_batch=batch_size,
         n_threads=o.thread_count(threads),
         n_slots=ring,
+        tree_attention=tree_attention.value,
         layout=layout.value,
     )
     request = GenerationSettings(
