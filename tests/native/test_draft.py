@@ -142,8 +142,7 @@ def test_at_the_smallest_temperatures_the_likeliest_token_is_certain(temperature
 
 def test_a_banned_token_is_never_likely() -> None:
     found = likeliest(np.array([1.0, -np.inf, 2.0, -np.inf], np.float32), 3, 0.7)
-    assert [token for token, _ in found[:2]] == [2, 0]
-    assert found[2][1] == 0.0
+    assert [token for token, _ in found] == [2, 0]
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])

@@ -460,15 +460,25 @@ def test_I20_after_a_draft_that_failed_all_is_sound(models: Models, policy: Pres
 
 
 def fail_after(patch: pytest.MonkeyPatch, draft: Draft, n_passes: int) -> None:
-    """The draft's model breaks in the middle of a pass."""
-    passes, real = iter(range(n_passes)), draft.model._layer
+    """The draft's model breaks in the middle of a pass, or, where that is one graph, after it."""
+    model, passes = draft.model, iter(range(n_passes))
+    real, steps = model._layer, model._steps
+    assert steps is not None
+    run = steps.run
 
     def layer(number: int, *rest: Any) -> None:
         if number == 1 and next(passes, None) is None:
             raise StorageError("scripted")
         real(number, *rest)
 
-    patch.setattr(draft.model, "_layer", layer)
+    def step(block: Any) -> float:
+        seconds = run(block)
+        if next(passes, None) is None:
+            raise StorageError("scripted")
+        return seconds
+
+    patch.setattr(model, "_layer", layer)
+    patch.setattr(steps, "run", step)
 
 
 @pytest.mark.parametrize("way", ["exact", "masked"])
