@@ -218,18 +218,20 @@ def test_a_draft_that_is_the_target_is_accepted_and_one_that_is_not_is_not(model
     assert bad.tokens_per_cycle < good.tokens_per_cycle
 
 
+class Dear(CycleCost):
+    """A pass takes a thousand draft steps: no preset has a reason to draft little."""
+
+    knows_passes = True
+
+    def pass_s(self, rows: int) -> float:
+        return 1.0 + rows / 1000
+
+    def draft_s(self, nodes: int) -> float:
+        return nodes / 1000
+
+
 def with_dear_passes(answers: Answers) -> RunStats:
-    """Figures where a pass takes a thousand draft steps: no preset has a reason to draft little."""
-
-    class Dear(CycleCost):
-        knows_passes = True
-
-        def pass_s(self, rows: int) -> float:
-            return 1.0 + rows / 1000
-
-        def draft_s(self, nodes: int) -> float:
-            return nodes / 1000
-
+    """Figures where passes are dear."""
     answers.engine._cost = Dear()
     return answers.to(SHORT, n=60).stats
 
@@ -450,6 +452,7 @@ def test_I20_after_a_pass_that_failed_all_is_sound(models: Models, policy: Prese
 def test_I20_after_a_draft_that_failed_all_is_sound(models: Models, policy: Preset) -> None:
     draft = models.draft("itself")
     answers = Answers(models.target, draft, policy)
+    answers.engine._cost = Dear()
     expected = models.expected(A)
     for n_passes in (0, 1, 2, 5):
         with pytest.MonkeyPatch.context() as patch:
