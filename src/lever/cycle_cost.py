@@ -6,11 +6,11 @@ may foretell all of it: then the first cycle is as well informed as the others, 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-WEIGHT = 0.3  # of a new observation against what was known
+from lever.times import Average, Line, Scaled, Times, through
+
 WIDER = 0.5  # share of a draft step that each node more is thought to add: with kernels for several rows, it is so
 NEAR = 1.03  # times that differ by less are equal
 FIRST_NODES = 2  # of a draft step, when its threads are chosen
@@ -29,111 +29,23 @@ class Foretold:
     draft: Mapping[int, Mapping[int, float]]  # of a draft step, by threads and nodes; empty where it was not measured
 
 
-class Average:
-    """A moving average. Before the first observation, which takes its place, it is what was foretold, or None."""
-
-    def __init__(self, foretold: float | None = None) -> None:
-        self.value = foretold
-        self._seen = False
-
-    def observe(self, seconds: float) -> None:
-        """One more."""
-        known = self.value if self._seen else None
-        self.value, self._seen = seconds if known is None else known + WEIGHT * (seconds - known), True
-
-
-class RowTable:
-    """Seconds by number of rows: a moving average for each number seen, lines between them.
-
-    Outside of what was seen, time is taken to go in proportion. Beyond the most rows that is more than it does: so a
-    larger tree is tried only where even that would pay, and what it took is known then. `beyond` is the share of what
-    proportion says that more rows add: under 1, what is cheap to try is tried sooner.
-    """
-
-    def __init__(self, beyond: float = 1.0) -> None:
-        self._seen: dict[int, Average] = {}
-        self._beyond = beyond
-
-    def observe(self, rows: int, seconds: float) -> None:
-        """So many rows took so long."""
-        self._seen.setdefault(rows, Average()).observe(seconds)
-
-    def seconds(self, rows: int) -> float:
-        """What so many rows will take; 0 while nothing is known."""
-        if not self._seen:
-            return 0.0
-        known = sorted(self._seen)
-        place = bisect_left(known, rows)
-        if place < len(known) and known[place] == rows:
-            return self._at(rows)
-        if place == 0:
-            return self._at(known[0]) * rows / known[0]
-        if place == len(known):
-            return self._at(known[-1]) * (1 + self._beyond * (rows / known[-1] - 1))
-        below = known[place - 1]
-        above = known[place]
-        share = (rows - below) / (above - below)
-        return self._at(below) + share * (self._at(above) - self._at(below))
-
-    def _at(self, rows: int) -> float:
-        value = self._seen[rows].value
-        assert value is not None
-        return value
-
-
-class ForetoldTable(RowTable):
-    """Seconds by number of rows where something was foretold: the shape is that of the profile, the level what is seen.
-
-    A number of rows that was seen takes what was seen. Any other takes what was foretold, times how much longer the
-    numbers next to it took than they were foretold to; before there are any, what was foretold.
-    """
-
-    def __init__(self, foretold: Mapping[int, float]) -> None:
-        super().__init__()
-        self._foretold, self._ratios = line_through(foretold), RowTable()
-
-    def observe(self, rows: int, seconds: float) -> None:
-        """So many rows took so long."""
-        super().observe(rows, seconds)
-        self._ratios.observe(rows, seconds / self._foretold.seconds(rows))
-
-    def seconds(self, rows: int) -> float:
-        """What so many rows will take."""
-        return self._foretold.seconds(rows) * self.level(rows)
-
-    def level(self, rows: int) -> float:
-        """How much longer so many rows take than was foretold."""
-        if not self._seen:
-            return 1.0
-        return self._ratios.seconds(min(max(rows, min(self._seen)), max(self._seen)))
-
-
-def line_through(points: Mapping[int, float]) -> RowTable:
-    """A table that has seen each of these once."""
-    table = RowTable()
-    for rows, seconds in points.items():
-        table.observe(rows, seconds)
-    return table
-
-
 class Foresight:
     """What costs begin with, and go back to where what was seen is forgotten. With nothing foretold: nothing."""
 
     def __init__(self, foretold: Foretold | None) -> None:
         self._compute: Mapping[int, Mapping[int, float]] = {} if foretold is None else foretold.compute
         self._draft: Mapping[int, Mapping[int, float]] = {} if foretold is None else foretold.draft
-        self._lines = {threads: line_through(points) for threads, points in self._compute.items()}
         self.read_s = None if foretold is None else foretold.read_s
         self.rest_s = None if foretold is None else foretold.rest_s
         self._project: Mapping[int, float] = {} if foretold is None else foretold.project
 
-    def compute(self, threads: int) -> RowTable:
+    def compute(self, threads: int) -> Times:
         """Of passes with so many threads."""
-        return ForetoldTable(self._compute[threads]) if threads in self._compute else RowTable()
+        return Scaled(self._compute[threads]) if threads in self._compute else Line()
 
-    def draft(self, threads: int) -> RowTable:
+    def draft(self, threads: int) -> Times:
         """Of draft steps with so many threads."""
-        return ForetoldTable(self._draft[threads]) if threads in self._draft else RowTable(WIDER)
+        return Scaled(self._draft[threads]) if threads in self._draft else Line(WIDER)
 
     def draft_threads(self, most: int) -> tuple[int, int]:
         """For draft steps: the fewest that are as good as the best, and the most that are worth a trial.
@@ -141,10 +53,9 @@ class Foresight:
         One and `most` while nothing is known. Threads without a core of their own may take a hundred times as long, so
         that a single trial costs more than all steps of an answer.
         """
-        lines = {threads: line_through(points) for threads, points in sorted(self._draft.items()) if threads <= most}
-        if not lines:
+        times = {count: through(line, FIRST_NODES) for count, line in sorted(self._draft.items()) if count <= most}
+        if not times:
             return 1, most
-        times = {threads: line.seconds(FIRST_NODES) for threads, line in lines.items()}
         best = min(times.values())
         good = [threads for threads, seconds in times.items() if seconds <= NEAR * best]
         bearable = [threads for threads, seconds in times.items() if seconds <= BEARABLE * best]
@@ -156,9 +67,9 @@ class Foresight:
 
     def share(self, rows: int, threads: int, known: int) -> float:
         """How much longer a pass takes on so many threads than on a known number: evenly shared, if nothing is said."""
-        if threads not in self._lines or known not in self._lines:
+        if threads not in self._compute or known not in self._compute:
             return known / threads
-        return self._lines[threads].seconds(rows) / self._lines[known].seconds(rows)
+        return through(self._compute[threads], rows) / through(self._compute[known], rows)
 
 
 class CycleCost:
@@ -169,14 +80,14 @@ class CycleCost:
 
     def __init__(self, n_threads: int = 1, foretold: Foretold | None = None) -> None:
         self._foresight = Foresight(foretold)
-        self._compute: dict[int, RowTable] = {}  # by threads
+        self._compute: dict[int, Times] = {}  # by threads
         self._last: dict[int, int] = {}  # pass that had so many threads
         self._n_passes = 0
         self._most_threads = n_threads
         self._draft, self._last_draft = self._new_draft_table(), 0  # and the pass before it
         self._read, self._rest = Average(self._foresight.read_s), Average(self._foresight.rest_s)
         self._passes: dict[int, tuple[int, float]] = {}  # by rows, as far as asked since the last one: threads, seconds
-        self._project = RowTable(WIDER)
+        self._project = Line(WIDER)
         project_s = self._foresight.project_s(self.threads(1))
         if project_s is not None:
             self._project.observe(1, project_s)
@@ -205,9 +116,9 @@ class CycleCost:
         self._rest.observe(max(seconds - max(compute_s, read_s), 0.0))
 
     def observe_prefill(self, rows: int, compute_s: float, read_s: float, threads: int) -> None:
-        """A pass for a part of the prompt, before any for a token: a first idea of both."""
-        if not self._n_passes:
-            self._compute.setdefault(threads, RowTable()).observe(rows, compute_s)
+        """A pass for a part of the prompt, before any for a token: a first idea of both where nothing was foretold."""
+        if not self._n_passes and self._foresight.read_s is None:
+            self._compute.setdefault(threads, Line()).observe(rows, compute_s)
             self._last[threads] = 0
             self._read.observe(read_s)
             self._passes.clear()
@@ -247,7 +158,7 @@ class CycleCost:
             found = self._passes[rows] = threads, seconds + (self._rest.value or 0.0)
         return found
 
-    def _new_draft_table(self) -> RowTable:
+    def _new_draft_table(self) -> Times:
         return self._foresight.draft(self.draft_threads[0])
 
     def _with(self, rows: int, threads: int) -> float:

@@ -1,85 +1,16 @@
-"""What a cycle costs, from times that are written down: tables, the lines between their entries, and the knee."""
+"""What a cycle costs, from times that are written down: parts, threads, the knee, and what was foretold."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from lever.cycle_cost import FORGOTTEN, WEIGHT, Average, CycleCost, Foretold, ForetoldTable, RowTable
+from lever.cycle_cost import FORGOTTEN, CycleCost, Foretold
 from lever.policies import Situation, preset
 from lever.tree import IN_TEXT, DraftTree
 
 Observations = dict[int, float]  # seconds by rows
-
-
-def table_of(seen: Observations) -> RowTable:
-    table = RowTable()
-    for rows, seconds in seen.items():
-        table.observe(rows, seconds)
-    return table
-
-
-# --- averages and tables ------------------------------------------------------------------------------------
-
-
-def test_an_average_is_its_first_observation_and_then_moves_towards_each() -> None:
-    average = Average()
-    assert average.value is None
-    average.observe(2.0)
-    assert average.value == 2.0
-    average.observe(3.0)
-    assert average.value == pytest.approx(2.0 + WEIGHT)
-    for _ in range(50):
-        average.observe(5.0)
-    assert average.value == pytest.approx(5.0)
-
-
-def test_an_empty_table_says_nothing_is_known() -> None:
-    assert RowTable().seconds(1) == RowTable().seconds(100) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("rows", "seconds"),
-    [
-        (4, 1.0),  # seen
-        (8, 3.0),
-        (16, 4.0),
-        (6, 2.0),  # between
-        (5, 1.5),
-        (12, 3.5),
-        (2, 0.5),  # in proportion to the nearest
-        (1, 0.25),
-        (32, 8.0),
-        (20, 5.0),
-    ],
-)
-def test_a_table_knows_what_it_saw_lines_between_and_proportions_outside(rows: int, seconds: float) -> None:
-    assert table_of({16: 4.0, 4: 1.0, 8: 3.0}).seconds(rows) == pytest.approx(seconds)
-
-
-def test_each_entry_of_a_table_moves_alone() -> None:
-    table = table_of({4: 1.0, 8: 3.0})
-    table.observe(8, 4.0)
-    assert table.seconds(8) == pytest.approx(3.0 + WEIGHT)
-    assert table.seconds(4) == 1.0
-
-
-@given(seen=st.dictionaries(st.integers(1, 64), st.floats(0.001, 10), min_size=1, max_size=6), rows=st.integers(1, 100))
-def test_a_guess_inside_of_what_was_seen_lies_between_its_neighbours(seen: Observations, rows: int) -> None:
-    found = table_of(seen).seconds(rows)
-    if rows in seen:
-        assert found == seen[rows]
-    elif rows < min(seen) or rows > max(seen):
-        nearest = min(seen, key=lambda at: abs(at - rows))
-        assert found == pytest.approx(seen[nearest] / nearest * rows)
-    else:
-        below = seen[max(at for at in seen if at < rows)]
-        above = seen[min(at for at in seen if at > rows)]
-        assert min(below, above) <= found * (1 + 1e-12)
-        assert found <= max(below, above) * (1 + 1e-12)
 
 
 # --- a cycle ------------------------------------------------------------------------------------------------
@@ -126,8 +57,9 @@ def test_drafts_go_by_nodes_and_projections_by_one() -> None:
     cost.observe_draft(3, 0.03)
     cost.observe_project(1, 0.01)
     assert cost.draft_s(2) == pytest.approx(0.025)
-    assert cost.draft_s(6) == pytest.approx(0.045)  # each more adds half of what proportion says
+    assert cost.draft_s(6) == pytest.approx(0.045)
     assert cost.project_s() == 0.01
+    assert cost.project_s(3) == pytest.approx(0.02)  # each more is thought to add half of what proportion says
 
 
 def test_a_draft_that_was_too_slow_once_is_tried_again() -> None:
@@ -167,50 +99,6 @@ def foretold(**more: Any) -> Foretold:
         "draft": STEPS,
     }
     return Foretold(**figures | more)
-
-
-def test_an_average_that_was_foretold_gives_way_to_the_first_observation() -> None:
-    average = Average(1.0)
-    assert average.value == 1.0
-    average.observe(3.0)
-    assert average.value == 3.0
-    average.observe(4.0)
-    assert average.value == pytest.approx(3.0 + WEIGHT)
-
-
-def test_a_foretold_table_is_what_was_foretold_until_something_is_seen() -> None:
-    table = ForetoldTable({1: 0.1, 16: 0.4})
-
-    assert [table.seconds(rows) for rows in (1, 6, 16)] == pytest.approx([0.1, 0.2, 0.4])
-
-
-def test_the_level_is_what_was_seen_and_the_shape_what_was_foretold() -> None:
-    table = ForetoldTable({1: 0.1, 16: 0.4})
-    table.observe(16, 0.8)
-
-    assert [table.seconds(rows) for rows in (1, 6, 16, 32)] == pytest.approx([0.2, 0.4, 0.8, 1.6])
-
-
-def test_numbers_between_two_that_were_seen_take_a_level_between_theirs() -> None:
-    table = ForetoldTable({1: 0.1, 21: 0.5})
-    table.observe(1, 0.1)
-    table.observe(21, 1.0)
-
-    assert [table.seconds(rows) for rows in (1, 11, 21)] == pytest.approx([0.1, 1.5 * 0.3, 1.0])
-    assert table.seconds(42) == pytest.approx(2 * 0.5 * 2)  # beyond: the level of the last
-
-
-@given(
-    foretold=st.dictionaries(st.integers(1, 48), st.floats(1e-4, 10), min_size=1, max_size=6),
-    seen=st.dictionaries(st.integers(1, 48), st.floats(1e-4, 10), min_size=1, max_size=6),
-)
-def test_a_number_of_rows_that_was_seen_takes_what_was_seen(foretold: Observations, seen: Observations) -> None:
-    table = ForetoldTable(foretold)
-    for rows, seconds in seen.items():
-        table.observe(rows, seconds)
-
-    assert [table.seconds(rows) for rows in seen] == pytest.approx(list(seen.values()))
-    assert all(table.seconds(rows) > 0 for rows in range(1, 60))
 
 
 def test_before_the_first_pass_all_is_known_that_was_foretold() -> None:

@@ -271,10 +271,10 @@ def test_before_the_first_pass_nothing_is_drafted_and_the_root_alone_is_checked(
 
 @pytest.mark.parametrize("knee", [8, 20, 33])
 def test_lever_fills_rows_up_to_the_knee_and_not_beyond(knee: int) -> None:
-    """Rows are free up to there; one more costs as much as a tenth of the pass, and no candidate is worth that."""
+    """Rows are free up to there; beyond, time goes in proportion, and no candidate is worth that."""
     machine = CycleCost()
     machine.observe_pass(knee, 0.4, 0.4, 0.4)
-    machine.observe_pass(knee + 10, 0.8, 0.8, 0.4)
+    machine.observe_pass(2 * knee, 0.8, 0.8, 0.4)
     cycle = Cycle(sure(0.7, 8), machine)
     for slot in range(8):
         node = cycle.tree.frontier()[0]
@@ -328,12 +328,13 @@ def test_lever_drafts_the_likeliest_nodes_one_two_four_or_eight_in_a_step() -> N
     assert cycle.steps == [frontier[: len(step)] for step, frontier in zip(cycle.steps, frontiers, strict=False)]
 
 
-@pytest.mark.parametrize(("more_s", "width"), [(0.0, 8), (0.5, 8), (3.0, 1)])
+@pytest.mark.parametrize(("more_s", "width"), [(0.0, 8), (0.01, 8), (1.0, 1)])
 def test_lever_drafts_as_many_in_a_step_as_pay_for_the_time_that_they_add(more_s: float, width: int) -> None:
-    machine = cost()
+    machine = CycleCost()
+    machine.observe_pass(1, 0.4, 0.02, 0.4)
     for nodes in (1, 2, 4, 8):
         machine.observe_draft(nodes, 0.02 * (1 + more_s * (nodes - 1)))
-    tree = Cycle(lambda _path: [(token, 0.12) for token in range(8)], machine).tree
+    tree = Cycle(lambda _path: [(0, 0.5), *((token, 0.01) for token in range(1, 8))], machine).tree
     assert len(grow_while_it_pays(Situation(tree, machine, 0.0, 48))) == width
 
 
