@@ -30,8 +30,9 @@ from lever.worth import Reliability, Worth
 
 # (logits of one row, tokens before it, position of the token to be drawn) -> token
 Draw = Callable[[NDArray[np.float32], Sequence[int], int], int]
-# A logit gap between the two best tokens under which sums in another order may draw another one (`near_ties`).
-NEAR_TIE = 0.1
+# A gap between the two best logits under which sums in another order may draw another token (`near_ties`): twice the
+# largest change of a gap that was seen on the demo (docs/log.md).
+NEAR_TIE = 0.3
 FinishReason = Literal["stop", "length"]
 CATCH_UP = 8  # tokens that a draft reads at once, when they were not its own
 
