@@ -11,6 +11,7 @@ WEIGHT = 0.3  # of a new observation against what was known
 WIDER = 0.5  # share of a draft step that each node more is thought to add: with kernels for several rows, it is so
 NEAR = 1.03  # times that differ by less are equal
 PRIOR, KEPT = 4.0, 0.95  # nodes that a draft is believed for, and what is kept of those seen with each more
+LEAST_TRUST = 0.01  # never nothing: a product of it must stay above zero, and be divided by
 ENOUGH, LATER = 3, 0.8  # cycles before guessing is given up, and what is kept of those seen with each more
 FIRST_PAUSE, LAST_PAUSE = 8, 256  # cycles without guessing, doubled each time that it still does not pay
 FORGOTTEN = 16  # passes after which a number of threads, or a draft, that was not used is unknown again
@@ -79,7 +80,9 @@ class Reliability:
     @property
     def value(self) -> float:
         """Of a probability of the draft, the share to believe."""
-        return min(self._met / self._promised, 1.0)
+        if self._met >= self._promised:  # both are 0 where nothing was promised for long
+            return 1.0
+        return max(self._met / self._promised, LEAST_TRUST)
 
     def observe(self, promised: float, met: bool) -> None:
         """A node's candidates had this probability together, by the draft; the target's token was among them or not."""
