@@ -107,7 +107,7 @@ def best_nodes(n: int) -> tuple[Grow, Select]:
         return [node for node in open_ if now.tree.reach[node] > weakest]
 
     def select(now: Situation) -> list[int]:
-        return now.tree.best(min(n, now.most_rows))
+        return [node for node in now.tree.best(min(n, now.most_rows)) if now.tree.depths[node] <= now.depth]
 
     return grow, select
 
@@ -191,8 +191,8 @@ def algorithm_1(now: Situation) -> list[int]:
 
 def expanded(now: Situation) -> list[int]:
     """The nodes that the draft was asked about; the root among them always."""
-    nodes = [node for node in range(1, len(now.tree)) if now.tree.expanded(node)]
-    return [0, *nodes][: now.most_rows]
+    nodes = range(1, len(now.tree))
+    return [0, *(n for n in nodes if now.tree.expanded(n) and now.tree.depths[n] <= now.depth)][: now.most_rows]
 
 
 # --- EdgeLLM ------------------------------------------------------------------------------------------------
