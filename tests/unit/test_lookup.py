@@ -43,9 +43,7 @@ def test_a_match_is_the_longest_and_of_such_the_latest(text: list[int]) -> None:
 
 
 @given(period=st.lists(st.integers(0, 3), min_size=1, max_size=30), times=st.integers(1, 5), extra=st.integers(0, 30))
-def test_a_text_that_repeats_itself_is_matched_as_by_the_slow_search(
-    period: list[int], times: int, extra: int
-) -> None:
+def test_a_text_that_repeats_itself_is_matched_as_by_the_slow_search(period: list[int], times: int, extra: int) -> None:
     text = period * times + period[:extra]
     assert find(text) == tried_everywhere(text)
 
