@@ -389,6 +389,19 @@ def test_lever_drafts_as_many_in_a_step_as_pay_for_the_time_that_they_add(more_s
     assert len(grow_while_it_pays(Situation(tree, machine, 0.0, 48))) == width
 
 
+@pytest.mark.parametrize("share", [1.0, 0.99, 0.9])
+@pytest.mark.parametrize("row_s", [0.0, 0.05], ids=["free rows", "dear rows"])
+def test_lever_goes_on_from_a_sure_node_though_its_siblings_are_not_worth_a_row(share: float, row_s: float) -> None:
+    """What follows it takes a row of its own, not that of the node itself."""
+    machine = CycleCost()
+    machine.observe_pass(1, 0.2 + row_s, 0.2 + row_s, 0.0)
+    machine.observe_pass(50, 0.2 + 50 * row_s, 0.2 + 50 * row_s, 0.0)
+    machine.observe_draft(1, 0.001)
+    machine.observe_draft(8, 0.002)
+    cycle = Cycle(sure(share), machine).grow(preset("lever").grow)
+    assert max(map(len, cycle.selected(preset("lever").select))) >= 5
+
+
 def test_lever_takes_nothing_for_granted_of_what_a_full_tree_checks_already() -> None:
     """With every row taken, a node is worth a step only if its successors are likelier than the weakest row."""
     cycle = Cycle(sure(0.4, 8), cost(draft_s=1e-9), most_rows=4).grow(preset("lever").grow)
