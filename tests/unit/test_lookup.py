@@ -30,8 +30,16 @@ def tried_everywhere(text: Sequence[int], window: int = WINDOW) -> Match | None:
     for length in range(min(MOST_MATCH, len(text) - 1), LEAST_MATCH - 1, -1):
         for end in range(len(text) - 1, length - 1, -1):
             if text[end - length : end] == text[-length:]:
-                return Match(length, tuple(text[end : end + MOST_TOKENS]))
+                return Match(length, in_circles(text[end:]))
     return None
+
+
+def in_circles(tokens: Sequence[int]) -> tuple[int, ...]:
+    """As if a text that ends with these went on as it did, token by token."""
+    text = list(tokens)
+    for _ in range(MOST_TOKENS):
+        text.append(text[-len(tokens)])
+    return tuple(text[:MOST_TOKENS])
 
 
 # --- matches ------------------------------------------------------------------------------------------------
@@ -69,21 +77,35 @@ def test_what_stood_there_for_less_than_three_tokens_is_no_match(text: list[int]
 
 
 def test_a_match_may_lie_over_itself() -> None:
-    """Of "ababab" the last four tokens stand there two places before, and then came "ab"."""
-    assert find([1, 2, 1, 2, 1, 2]) == Match(4, (1, 2))
-    assert find([1, 1, 1, 1]) == Match(3, (1,))
-    assert find([5] * 40) == Match(MOST_MATCH, (5,))
+    """Of "ababab" the last four tokens stand there two places before, and then came "ab": so it may go on."""
+    assert find([1, 2, 1, 2, 1, 2]) == Match(4, (1, 2) * 12)
+    assert find([1, 1, 1, 1]) == Match(3, (1,) * MOST_TOKENS)
+    assert find([5] * 40) == Match(MOST_MATCH, (5,) * MOST_TOKENS)
+
+
+@given(st.lists(st.integers(0, 2), min_size=4, max_size=40))
+def test_a_guess_that_holds_is_what_is_guessed_next(text: list[int]) -> None:
+    """Each token of it is the first of the guess from the text with those before it, while the match grows longer."""
+    match = find(text)
+    for n, token in enumerate(match.tokens if match is not None else ()):
+        assert match is not None
+        following = find([*text, *match.tokens[:n]])
+        assert following is not None
+        if match.length + n <= MOST_MATCH:
+            assert following.length >= match.length + n
+        if following.length == match.length + n:
+            assert following.tokens[0] == token
 
 
 def test_of_matches_as_long_as_each_other_the_latest_says_what_follows() -> None:
-    assert find([1, 2, 3, 40, 1, 2, 3, 50, 60, 1, 2, 3]) == Match(3, (50, 60, 1, 2, 3))
-    assert find([9, 1, 2, 3, 40, 8, 1, 2, 3, 50, 9, 1, 2, 3]) == Match(4, (40, 8, 1, 2, 3, 50, 9, 1, 2, 3))
+    assert find([1, 2, 3, 40, 1, 2, 3, 50, 60, 1, 2, 3]) == Match(3, in_circles([50, 60, 1, 2, 3]))
+    assert find([9, 1, 2, 3, 40, 8, 1, 2, 3, 50, 9, 1, 2, 3]) == Match(4, in_circles([40, 8, 1, 2, 3, 50, 9, 1, 2, 3]))
 
 
 def test_a_match_is_not_followed_further_than_it_may_be() -> None:
     """Beyond sixteen tokens, a longer match is no better than the latest one."""
     long = list(range(100, 120))
-    assert find([7, *long, 1, 8, *long, 2, 7, *long]) == Match(MOST_MATCH, (2, 7, *long))
+    assert find([7, *long, 1, 8, *long, 2, 7, *long]) == Match(MOST_MATCH, in_circles([2, 7, *long]))
     text = [1, 2, 3, *range(200, 260), 1, 2, 3]
     assert find(text) == Match(3, tuple(range(200, 200 + MOST_TOKENS)))
 
