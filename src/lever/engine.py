@@ -185,6 +185,8 @@ class Engine:
             return False
         nodes = most_worth(now)
         promised = rate(now, nodes)
+        if len(nodes) == 1:
+            return False
         if self._draft is None or not self._worth.guessing:
             return promised > rate(now, [0])
         drafted = self._worth.tokens_per_s

@@ -239,7 +239,7 @@ def plan(
         fixed = {PYTHON: (rss_bytes() if python is None else python) + PYTHON_GROWTH, **beside}
         fixed |= _fixed_parts(ggml, gguf, config, units, settings, shape)
         try:
-            if repacked:
+            if repacked or settings.n_steps:
                 return shape, _resident_plan(units, fixed, settings)
             pin, n_slots = settings.pin_percent, settings.n_slots
             return shape, make_plan(units, fixed, settings.dram, pin_percent=pin, n_slots=n_slots)
@@ -266,8 +266,8 @@ def _fixed_parts(
 
 
 def _resident_plan(units: ModelUnits, fixed: Mapping[str, int], settings: ModelSettings) -> Plan:
-    """Everything in memory, through a ring on its way into the repacked buffers."""
-    ring = settings.n_slots * max(unit.nbytes for unit in units.units)
+    """Everything in memory; what is repacked goes through a ring on its way into its buffers."""
+    ring = settings.n_slots * max(unit.nbytes for unit in units.units) if settings.layout == "repacked" else 0
     small = units.units[units.small].nbytes
     weights = {SMALL: small, PINNED: units.layers_nbytes, PROJECTION: units.projection_nbytes}
     parts = {**fixed, "loading": ring, **weights}

@@ -24,7 +24,9 @@ FORGET = 0.98  # of what was seen, with each guess that is judged
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The last `length` tokens of a text stand in it before; `tokens` came then, in the order of that time."""
+    """The last `length` tokens of a text stand in it before; `tokens` came then, in the order of that time, and come
+    again where the text ends before there are enough.
+    """
 
     length: int
     tokens: tuple[int, ...]
@@ -46,7 +48,10 @@ def find(text: Sequence[int]) -> Match | None:
     if length < LEAST_MATCH:
         return None
     end = int(ends[-1])
-    return Match(length, tuple(int(token) for token in tokens[end : end + MOST_TOKENS]))
+    followed = tokens[
+        end : end + MOST_TOKENS
+    ]  # few where a text repeats itself often: the latest match is near its end
+    return Match(length, tuple(int(token) for token in np.resize(followed, MOST_TOKENS)))
 
 
 class Record:

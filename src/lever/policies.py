@@ -107,7 +107,7 @@ def best_nodes(n: int) -> tuple[Grow, Select]:
         return [node for node in open_ if now.tree.reach[node] > weakest]
 
     def select(now: Situation) -> list[int]:
-        return now.tree.best(min(n, now.most_rows))
+        return [node for node in now.tree.best(min(n, now.most_rows)) if now.tree.depths[node] <= now.depth]
 
     return grow, select
 
@@ -152,22 +152,33 @@ def _per_second(now: Situation, n_rows: int, tokens: float) -> float:
 def grow_while_it_pays(now: Situation) -> list[int]:
     """Expand the likeliest nodes, as many in a step as pay best, while they add tokens faster than a cycle makes them.
 
-    A node adds its successors that are likelier than the weakest one that would be checked without them.
+    A node adds its successors that are worth a row.
     """
     tree, cost = now.tree, now.cost
     nodes = now.frontier()[: STEPS[-1]]
     if not nodes or not cost.knows_passes:
         return []
     kept = most_worth(now)
-    weakest = min(tree.reach[node] for node in kept) if len(kept) < len(tree) else 0.0
-    adds = [max(MET * tree.reach[node] - weakest, 0.0) for node in nodes]
     now_rate = rate(now, kept)
+    least = _worth_a_row(now, kept, now_rate)
+    adds = [max(MET * tree.reach[node] - least, 0.0) for node in nodes]
 
     def pays(n: int) -> float:
         return sum(adds[:n]) - now_rate * cost.draft_s(n)
 
     n = max((n for n in STEPS if n <= len(nodes)), key=pays)
     return nodes[:n] if pays(n) > 0 and adds[0] > 0 else []
+
+
+def _worth_a_row(now: Situation, kept: Sequence[int], tokens_per_s: float) -> float:
+    """How likely a node must be beside those that are kept: likelier than the weakest, whose row it can take, or than
+    what one row more costs, if a pass takes that.
+    """
+    weakest, n = min(now.tree.reach[node] for node in kept), len(kept)
+    if n == now.most_rows:
+        return weakest
+    more_s = max(now.cost.pass_s(n + 1) - now.cost.pass_s(n), 0.0)
+    return min(weakest, tokens_per_s * more_s)
 
 
 # --- the paper ----------------------------------------------------------------------------------------------
@@ -191,8 +202,8 @@ def algorithm_1(now: Situation) -> list[int]:
 
 def expanded(now: Situation) -> list[int]:
     """The nodes that the draft was asked about; the root among them always."""
-    nodes = [node for node in range(1, len(now.tree)) if now.tree.expanded(node)]
-    return [0, *nodes][: now.most_rows]
+    nodes = range(1, len(now.tree))
+    return [0, *(n for n in nodes if now.tree.expanded(n) and now.tree.depths[n] <= now.depth)][: now.most_rows]
 
 
 # --- EdgeLLM ------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 PRIOR, KEPT = 4.0, 0.95  # nodes that a draft is believed for, and what is kept of those seen with each more
+LEAST_TRUST = 0.01  # never nothing: a product of it must stay above zero, and be divided by
 ENOUGH, LATER = 3, 0.8  # cycles before guessing is given up, and what is kept of those seen with each more
 FIRST_PAUSE, LAST_PAUSE = 8, 256  # cycles without guessing, doubled each time that it still does not pay
 
@@ -20,7 +21,9 @@ class Reliability:
     @property
     def value(self) -> float:
         """Of a probability of the draft, the share to believe."""
-        return min(self._met / self._promised, 1.0)
+        if self._met >= self._promised:  # both are 0 where nothing was promised for long
+            return 1.0
+        return max(self._met / self._promised, LEAST_TRUST)
 
     def observe(self, promised: float, met: bool) -> None:
         """A node's candidates had this probability together, by the draft; the target's token was among them or not."""

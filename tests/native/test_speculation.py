@@ -5,7 +5,6 @@ Whatever the preset, the draft, the sampler, the end of the text, and whatever w
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from lever.sample import Sampler, top2_gap
 from lever.settings import SamplerSettings
 from lever.stats import RunStats
 from tests import tiny
-from tests.fakes import FakeDevice
+from tests.fakes import FakeDevice, whims
 from tests.models import TOKENS, Logits, open_tiny, overflowing, relative_error, same_bits
 
 N_TREE = 26
@@ -49,25 +48,6 @@ class Damaged(Draft):
 
     def _likeliest(self, logits: NDArray[np.float32], temperature: float) -> list[tuple[int, float]]:
         return super()._likeliest(np.full_like(logits, np.nan), temperature)
-
-
-def whims(seed: int) -> Preset:
-    """Grows and checks at random: every shape that the engine must be able to take."""
-    rng = random.Random(seed)
-
-    def grow(now: Situation) -> list[int]:
-        nodes = [node for node in now.tree.frontier()[:12] if rng.random() < 0.5]
-        return nodes if rng.random() < 0.8 else []
-
-    def select(now: Situation) -> list[int]:
-        chosen = [0]
-        for node in range(1, len(now.tree)):
-            if len(chosen) < now.most_rows and now.tree.parents[node] in chosen and rng.random() < 0.6:
-                chosen.append(node)
-        rng.shuffle(chosen)
-        return chosen
-
-    return Preset("whims", "at random", grow, select, carry_over=rng.random() < 0.7)
 
 
 POLICIES = [*(PRESETS[name] for name in PRESETS), *(whims(seed) for seed in range(2))]

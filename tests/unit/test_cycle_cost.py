@@ -84,6 +84,38 @@ def test_a_number_of_threads_that_was_slow_once_is_tried_again() -> None:
     assert cost.threads(16) == 2
 
 
+def test_a_prompt_gives_a_first_idea_and_says_nothing_once_a_pass_was_seen() -> None:
+    cost = CycleCost(n_threads=2)
+    cost.observe_prefill(8, compute_s=0.8, read_s=0.4, threads=2)
+    assert cost.knows_passes
+    assert cost.pass_s(1) == pytest.approx(0.4)
+    assert cost.pass_s(16) == pytest.approx(1.6)
+    cost.observe_pass(1, 0.5, 0.1, 0.5, threads=2)
+    before = [cost.pass_s(rows) for rows in (1, 8, 64)]
+    cost.observe_prefill(8, compute_s=80.0, read_s=40.0, threads=2)
+    cost.observe_prefill(512, compute_s=80.0, read_s=40.0, threads=1)
+    assert [cost.pass_s(rows) for rows in (1, 8, 64)] == before
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_what_was_asked_before_is_not_what_is_answered_after_something_was_seen(rows: int) -> None:
+    """Answers are kept until then; all of them are those of an object that was never asked."""
+
+    def observe(cost: CycleCost, step: int) -> None:
+        if step < 2:
+            cost.observe_prefill(8, 0.8 - 0.3 * step, 0.4 + step, threads=1)
+        else:
+            cost.observe_pass(1 + 7 * step, 0.9 * step, 0.2 * step, 0.1 * step, threads=1 + step % 2)
+
+    asked = CycleCost(n_threads=2)
+    for n in range(8):
+        observe(asked, n)
+        fresh = CycleCost(n_threads=2)
+        for step in range(n + 1):
+            observe(fresh, step)
+        assert (asked.pass_s(rows), asked.threads(rows)) == (fresh.pass_s(rows), fresh.threads(rows))
+
+
 # --- what is foretold ---------------------------------------------------------------------------------------
 
 ONE_THREAD, TWO_THREADS = {1: 0.1, 16: 0.4, 48: 1.2}, {1: 0.08, 16: 0.22, 48: 0.6}

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import heappop, heappush
 from itertools import combinations, count
 
@@ -16,19 +17,31 @@ from hypothesis import strategies as st
 from lever.cycle_cost import CycleCost
 from lever.errors import UsageError
 from lever.policies import (
+    CONFIDENT,
     DEPTH,
+    FIRST_ALPHA,
+    LEAST_ALPHA,
+    MOST_ALPHA,
+    MOST_BRANCHES,
     PRESETS,
     Grow,
     Select,
     Situation,
+    algorithm_1,
+    alpha,
     best_nodes,
+    branches,
     by_levels,
+    expanded,
     gain,
+    go_on,
     grow_while_it_pays,
+    likeliest_branches,
     most_worth,
+    navigate,
     preset,
 )
-from lever.tree import IN_TEXT, DraftTree
+from lever.tree import IN_TEXT, DraftTree, reroot
 
 Path = tuple[int, ...]
 Draft = Callable[[Path], list[tuple[int, float]]]  # tokens behind the root -> candidates
@@ -73,13 +86,16 @@ class Cycle:
     tree: DraftTree = field(default_factory=lambda: DraftTree.rooted_at(0))
     steps: list[list[int]] = field(default_factory=list)
     spent_s: float = 0.0
+    room: int = DEPTH + 1
+    outcomes: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tree.expand(0, IN_TEXT, self.draft(()))
+        if not self.tree.expanded(0):
+            self.tree.expand(0, IN_TEXT, self.draft(()))
 
     @property
     def situation(self) -> Situation:
-        return Situation(self.tree, self.cost, self.spent_s, self.most_rows)
+        return Situation(self.tree, self.cost, self.spent_s, self.most_rows, self.room, self.outcomes)
 
     def grow(self, grow: Grow) -> Cycle:
         while nodes := grow(self.situation):
@@ -139,6 +155,42 @@ def test_no_preset_needs_a_draft_that_says_anything(name: str) -> None:
     cycle = Cycle(lambda _path: []).grow(preset(name).grow)
     assert cycle.steps == []
     assert cycle.selected(preset(name).select) == {()}
+
+
+def random_tree(seed: int, n_steps: int) -> DraftTree:
+    """What a draft and a target may leave behind: grown anywhere, likely and unlikely, perhaps taken along a path."""
+    rng, draft = random.Random(seed), guesses(seed, 3)
+    tree = DraftTree.rooted_at(0)
+    tree.expand(0, IN_TEXT, draft(()))
+    for slot in range(n_steps):
+        node = rng.choice(tree.frontier()) if rng.random() < 0.5 else len(tree) - rng.randint(1, 3)
+        if not tree.expanded(node):
+            tree.expand(node, slot, draft(tuple(tree.tokens[at] for at in tree.path(node))))
+    if rng.random() < 0.5:
+        tree = reroot(tree, [1], 0).tree
+    return tree
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@given(seed=st.integers(0, 10**6), room=st.integers(1, 12), n_steps=st.integers(0, 20), most_rows=st.integers(1, 48))
+@settings(deadline=None, max_examples=25)
+def test_no_preset_checks_or_drafts_what_can_not_become_text(
+    name: str, seed: int, room: int, n_steps: int, most_rows: int
+) -> None:
+    """A cycle gives one token more than the depth it reaches. Whatever tree it finds, and however it goes on."""
+    cycle = Cycle(guesses(seed, 3), cost(draft_s=1e-4), most_rows, random_tree(seed, n_steps), room=room)
+    policy = preset(name)
+    for growing in (policy.grow, policy.meanwhile):
+        for _ in range(40 if growing else 0):
+            assert growing is not None
+            nodes = growing(cycle.situation)
+            if not nodes:
+                break
+            assert max(cycle.tree.depths[node] for node in nodes) < max(room - 1, 1)
+            for node in nodes:
+                cycle.tree.expand(node, 0, cycle.draft(cycle.path(node)))
+        checked = cycle.selected(policy.select)
+        assert max(map(len, checked)) <= room - 1
 
 
 # --- fixed shapes -------------------------------------------------------------------------------------------
@@ -338,8 +390,189 @@ def test_lever_drafts_as_many_in_a_step_as_pay_for_the_time_that_they_add(more_s
     assert len(grow_while_it_pays(Situation(tree, machine, 0.0, 48))) == width
 
 
+@pytest.mark.parametrize("share", [1.0, 0.99, 0.9])
+@pytest.mark.parametrize("row_s", [0.0, 0.05], ids=["free rows", "dear rows"])
+def test_lever_goes_on_from_a_sure_node_though_its_siblings_are_not_worth_a_row(share: float, row_s: float) -> None:
+    """What follows it takes a row of its own, not that of the node itself."""
+    machine = CycleCost()
+    machine.observe_pass(1, 0.2 + row_s, 0.2 + row_s, 0.0)
+    machine.observe_pass(50, 0.2 + 50 * row_s, 0.2 + 50 * row_s, 0.0)
+    machine.observe_draft(1, 0.001)
+    machine.observe_draft(8, 0.002)
+    cycle = Cycle(sure(share), machine).grow(preset("lever").grow)
+    assert max(map(len, cycle.selected(preset("lever").select))) >= 5
+
+
 def test_lever_takes_nothing_for_granted_of_what_a_full_tree_checks_already() -> None:
     """With every row taken, a node is worth a step only if its successors are likelier than the weakest row."""
     cycle = Cycle(sure(0.4, 8), cost(draft_s=1e-9), most_rows=4).grow(preset("lever").grow)
     weakest = min(cycle.tree.reach[node] for node in most_worth(cycle.situation))
     assert max(cycle.tree.reach[node] for node in cycle.tree.frontier()) <= weakest / 0.85
+
+
+# --- the paper's algorithm ----------------------------------------------------------------------------------
+
+
+def as_the_paper_has_it(draft: Draft, cost: CycleCost, most_depth: int) -> set[Path]:
+    """Algorithm 1 word for word, over paths: no tree, no state, all sums made anew in each round."""
+    inserted: list[Path] = [()]
+
+    @cache
+    def reach(path: Path) -> float:
+        found = 1.0
+        for place, token in enumerate(path):
+            found *= dict(draft(path[:place]))[token]
+        return found
+
+    def cycle_s(n_nodes: int) -> float:
+        return (n_nodes - 1) * cost.draft_s(1) + cost.pass_s(n_nodes)
+
+    while True:
+        frontier = [
+            (*path, token)
+            for path in inserted
+            for token, _ in draft(path)
+            if (*path, token) not in inserted and len(path) < most_depth
+        ]
+        if not frontier:
+            return set(inserted)
+        best = max(frontier, key=reach)
+        more_s = cycle_s(len(inserted) + 1) - cycle_s(len(inserted))
+        if reach(best) / more_s <= sum(map(reach, inserted)) / cycle_s(len(inserted)):
+            return set(inserted)
+        inserted.append(best)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    read_s=st.sampled_from([0.0, 0.05, 0.4]),
+    row_s=st.sampled_from([0.001, 0.02, 0.2]),
+    draft_s=st.sampled_from([0.005, 0.02, 0.1]),
+    room=st.integers(2, 9),
+)
+@settings(deadline=None, max_examples=40)
+def test_lever_paper_checks_what_algorithm_1_inserts(
+    seed: int, read_s: float, row_s: float, draft_s: float, room: int
+) -> None:
+    draft, machine = guesses(seed, 3), cost(read_s=read_s, row_s=row_s, draft_s=draft_s)
+    cycle = Cycle(draft, machine, most_rows=200, room=room).grow(algorithm_1)
+    assert cycle.selected(expanded) == as_the_paper_has_it(draft, machine, most_depth=room - 2)
+    assert all(len(step) == 1 for step in cycle.steps)
+
+
+def test_algorithm_1_inserts_nothing_before_it_knows_what_a_pass_takes() -> None:
+    cycle = Cycle(sure(0.9), CycleCost()).grow(algorithm_1)
+    assert cycle.selected(expanded) == {()}
+
+
+def test_what_algorithm_1_checks_is_what_the_draft_was_asked_about_and_the_root() -> None:
+    tree = DraftTree.rooted_at(0)
+    assert expanded(Situation(tree, cost(), 0.0, 8)) == [0]
+    tree.expand(0, IN_TEXT, [(1, 0.5), (2, 0.4)])
+    tree.expand(2, 0, [(3, 0.5)])
+    tree.expand(3, 1, [(4, 0.5)])
+    assert expanded(Situation(tree, cost(), 0.0, 8)) == [0, 2, 3]
+    assert expanded(Situation(tree, cost(), 0.0, 2)) == [0, 2]
+
+
+# --- EdgeLLM ------------------------------------------------------------------------------------------------
+
+
+def test_alpha_halves_after_a_cycle_that_was_accepted_whole() -> None:
+    assert alpha([]) == FIRST_ALPHA
+    assert alpha([(4, 4)]) == FIRST_ALPHA / 2
+    assert alpha([(4, 4), (1, 1)]) == FIRST_ALPHA / 4
+
+
+@pytest.mark.parametrize(("outcome", "factor"), [((4, 0), 2.0), ((4, 2), 2**0.5), ((4, 3), 2**0.25), ((8, 6), 2**0.25)])
+def test_alpha_is_raised_by_the_share_that_was_wrong(outcome: tuple[int, int], factor: float) -> None:
+    assert alpha([outcome]) == pytest.approx(factor * FIRST_ALPHA)
+    assert alpha([(2, 2), outcome]) == pytest.approx(factor * FIRST_ALPHA / 2)
+
+
+def test_a_cycle_that_checked_nothing_says_nothing_of_alpha() -> None:
+    assert alpha([(0, 0), (4, 4), (0, 0)]) == FIRST_ALPHA / 2
+
+
+def test_alpha_stays_within_bounds_and_comes_back_from_them_at_once() -> None:
+    assert alpha([(3, 3)] * 100) == LEAST_ALPHA
+    assert alpha([(3, 0)] * 100) == MOST_ALPHA
+    assert alpha([(3, 3)] * 100 + [(3, 0)]) == 2 * LEAST_ALPHA
+    assert alpha([(3, 0)] * 100 + [(3, 3)]) == MOST_ALPHA / 2
+
+
+def edgellm(
+    draft: Draft, outcomes: list[tuple[int, int]] | None = None, most_rows: int = 64, room: int = DEPTH + 1
+) -> Cycle:
+    return Cycle(draft, outcomes=outcomes or [], most_rows=most_rows, room=room).grow(navigate)
+
+
+@pytest.mark.parametrize(("share", "n"), [(0.95, 1), (CONFIDENT, 1), (0.8, 3), (0.3, MOST_BRANCHES)])
+def test_a_node_has_the_fewer_branches_the_surer_the_draft_is(share: float, n: int) -> None:
+    """0.8 and 0.067 are not yet nine tenths; a third makes them so."""
+    cycle = Cycle(sure(share))
+    assert branches(cycle.situation) == list(range(n + 1))
+
+
+def test_branches_go_down_to_where_their_product_falls_below_alpha() -> None:
+    """0.6 to the power of nine is the first below a hundredth."""
+    draft: Draft = lambda _path: [(0, 0.6)]  # noqa: E731  a table, in one line
+    cycle = edgellm(draft)
+    assert cycle.selected(likeliest_branches) == {(0,) * depth for depth in range(10)}
+    assert 0.6**9 > FIRST_ALPHA > 0.6**10
+    longer = edgellm(draft, [(9, 9)])
+    shorter = edgellm(draft, [(9, 0)] * 3)
+    assert len(longer.selected(likeliest_branches)) == 11
+    assert len(shorter.selected(likeliest_branches)) == 5
+    assert 0.6**10 > FIRST_ALPHA / 2 > 0.6**11
+    assert 0.6**4 > 8 * FIRST_ALPHA > 0.6**5
+
+
+@given(seed=st.integers(0, 10**6), wrong=st.lists(st.booleans(), max_size=6))
+@settings(deadline=None, max_examples=40)
+def test_edgellm_drafts_the_likeliest_branch_first_and_every_one_over_the_threshold(
+    seed: int, wrong: list[bool]
+) -> None:
+    draft, outcomes = guesses(seed), [(2, 0 if failed else 2) for failed in wrong]
+    cycle = edgellm(draft, outcomes, most_rows=500, room=6)
+    least = alpha(outcomes)
+
+    def below(path: Path, reach: float) -> Iterator[Path]:
+        """A plain recursion over paths."""
+        yield path
+        total = 0.0
+        for token, share in draft(path)[:MOST_BRANCHES]:
+            if len(path) == 5 or reach * share < least or total >= CONFIDENT:
+                return
+            total += share
+            yield from below((*path, token), reach * share)
+
+    assert cycle.selected(likeliest_branches) == set(below((), 1.0))
+    assert all(len(step) == 1 for step in cycle.steps)
+    open_ = cycle.selected(likeliest_branches) - {(), *(cycle.path(node) for (node,) in cycle.steps)}
+    assert all(len(path) == 5 for path in open_)
+
+
+def test_edgellm_checks_the_likeliest_of_its_branches_where_a_pass_takes_no_more() -> None:
+    cycle = edgellm(guesses(3), most_rows=6)
+    all_reach = sorted((cycle.tree.reach[node] for node in branches(cycle.situation)), reverse=True)
+    kept = likeliest_branches(cycle.situation)
+    assert len(all_reach) > 6
+    assert [cycle.tree.reach[node] for node in kept] == all_reach[:6]
+
+
+def test_edgellm_navigates_from_the_likeliest_branch_and_not_before_the_first_pass() -> None:
+    cycle = Cycle(sure(0.5))
+    assert navigate(cycle.situation) == [1]
+    cycle.tree.expand(1, 0, [(0, 0.1)])
+    assert navigate(cycle.situation) == [2]  # 0.17 against 0.05
+    assert navigate(Situation(cycle.tree, CycleCost(), 0.0, 8)) == []
+
+
+def test_while_the_target_verifies_the_draft_goes_on_from_the_likeliest_leaf() -> None:
+    cycle = edgellm(guesses(8))
+    for _ in range(5):
+        (node,) = go_on(cycle.situation)
+        assert cycle.tree.reach[node] == max(cycle.tree.reach[leaf] for leaf in cycle.tree.frontier())
+        cycle.tree.expand(node, 0, cycle.draft(cycle.path(node)))
+    assert go_on(Situation(cycle.tree, cost(), 0.0, 8, room=1)) == []
