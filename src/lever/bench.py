@@ -32,12 +32,14 @@ from lever.settings import SamplerSettings
 from lever.stats import RunStats
 from lever.trace import Cycle
 from lever.weights.reader import DirectFile
+from lever.weights.store import StoreStats
 
 PLAIN, OURS = "flash-ar", "lever"  # presets that all others are compared with
 ALL = "all"  # in the place of a domain
 IN_RAM = " in RAM"  # how the name of another program ends that has all it wants; not said where it is a measure
 RAW_BYTES = 64 << 20  # of memory to read into: what stays in the processor's cache gives a rate that nobody else has
 RAW_S = 0.25
+SETTLED_S = 0.1  # without a piece read: a store has come to rest
 
 
 # --- prompts ------------------------------------------------------------------------------------------------
@@ -212,6 +214,14 @@ class RawReads(Owner):
         at = number % (self._pages.nbytes // self._block) * self._block
         n_blocks = max(self._file.size // self._block, 1)
         return self._file.read(self._pages.bytes.data[at : at + self._block], number % n_blocks * self._block)
+
+
+def settle(stats: StoreStats) -> None:
+    """Wait until a store has read ahead as far as it can: before, it shares the storage with whoever reads beside."""
+    before = -1
+    while stats.read_bytes != before:
+        before = stats.read_bytes
+        time.sleep(SETTLED_S)
 
 
 # --- in turn ------------------------------------------------------------------------------------------------

@@ -53,13 +53,11 @@ class Foresight:
         One and `most` while nothing is known. Threads without a core of their own may take a hundred times as long, so
         that a single trial costs more than all steps of an answer.
         """
-        times = {count: through(line, FIRST_NODES) for count, line in sorted(self._draft.items()) if count <= most}
-        if not times:
-            return 1, most
-        best = min(times.values())
-        good = [threads for threads, seconds in times.items() if seconds <= NEAR * best]
-        bearable = [threads for threads, seconds in times.items() if seconds <= BEARABLE * best]
-        return good[0], bearable[-1]
+        return _best({n: through(line, FIRST_NODES) for n, line in self._draft.items()}, most)
+
+    def project_threads(self, most: int) -> tuple[int, int]:
+        """For projections, likewise."""
+        return _best(self._project, most)
 
     def project_s(self, threads: int) -> float | None:
         """Of one row's logits."""
@@ -70,6 +68,19 @@ class Foresight:
         if threads not in self._compute or known not in self._compute:
             return known / threads
         return through(self._compute[threads], rows) / through(self._compute[known], rows)
+
+
+def _best(times: Mapping[int, float], most: int) -> tuple[int, int]:
+    """Of numbers of threads up to `most`, by what was foretold: the fewest that are as good as the best, and the most
+    that are worth a trial.
+    """
+    times = {threads: times[threads] for threads in sorted(times) if threads <= most}
+    if not times:
+        return 1, most
+    best = min(times.values())
+    good = [threads for threads, seconds in times.items() if seconds <= NEAR * best]
+    bearable = [threads for threads, seconds in times.items() if seconds <= BEARABLE * best]
+    return good[0], bearable[-1]
 
 
 class CycleCost:
@@ -88,7 +99,7 @@ class CycleCost:
         self._read, self._rest = Average(self._foresight.read_s), Average(self._foresight.rest_s)
         self._passes: dict[int, tuple[int, float]] = {}  # by rows, as far as asked since the last one: threads, seconds
         self._project = Line(WIDER)
-        project_s = self._foresight.project_s(self.threads(1))
+        project_s = self._foresight.project_s(self.project_threads[0])
         if project_s is not None:
             self._project.observe(1, project_s)
 
@@ -96,6 +107,11 @@ class CycleCost:
     def draft_threads(self) -> tuple[int, int]:
         """For the first draft steps, and the most for any."""
         return self._foresight.draft_threads(self._most_threads)
+
+    @property
+    def project_threads(self) -> tuple[int, int]:
+        """For the first projections, and the most for any."""
+        return self._foresight.project_threads(self._most_threads)
 
     @property
     def knows_passes(self) -> bool:

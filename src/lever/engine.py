@@ -82,7 +82,7 @@ class Engine:
         start = start_threads or (1 if store.streamed else n_threads)
         self._pass_threads = ThreadChooser(start, n_threads)
         self._draft_threads = ThreadChooser(*self._cost.draft_threads)
-        self._project_threads = ThreadChooser(1, n_threads)
+        self._project_threads = ThreadChooser(*self._cost.project_threads)
         self._cached: list[int] = []
         # The newest one, in a list that engines beside each other share: with one KV cache, older ones cannot go on.
         self._requests = [0]
@@ -212,7 +212,7 @@ class Engine:
             draft.model.n_threads = self._draft_threads.count
             draft.expand(tree, nodes, run.temperature, trust)
             seconds = run.trace.mark("draft", before) - before
-            self._draft_threads.observe(seconds / len(nodes), 0.0)
+            self._draft_threads.observe(_relative(seconds, self._cost.draft_s(len(nodes))), 0.0)
             if not trial:
                 self._cost.observe_draft(len(nodes), seconds)
             run.stats.drafted += len(nodes)
@@ -330,7 +330,7 @@ class Engine:
         self._model.n_threads = self._project_threads.count
         logits = self._model.project(path)
         seconds = run.trace.mark("project", started) - started
-        self._project_threads.observe(seconds / len(path), 0.0)
+        self._project_threads.observe(_relative(seconds, self._cost.project_s(len(path))), 0.0)
         if not trial:
             self._cost.observe_project(len(path), seconds)
         run.cycle_s += seconds
@@ -475,6 +475,11 @@ def check_prompt(prompt: Sequence[int], n_ctx: int) -> None:
         raise ContextOverflow(
             f"the prompt has {len(prompt)} tokens and the context {n_ctx}: shorten it or give more with -c"
         )
+
+
+def _relative(seconds: float, expected: float) -> float:
+    """How long something took against what was expected, so that pieces of different size can be compared."""
+    return seconds / expected if expected else 1.0
 
 
 def _stop_if(cancelled: Callable[[], bool]) -> None:

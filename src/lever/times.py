@@ -82,9 +82,7 @@ class Scaled:
 
     def observe(self, rows: int, seconds: float) -> None:
         """So many rows took so long."""
-        if self._level.value is not None:
-            seconds = min(seconds, CREDIBLE * self.seconds(rows))
-        self._level.observe(seconds / through(self._foretold, rows))
+        self._level.observe(min(seconds, CREDIBLE * self.seconds(rows)) / through(self._foretold, rows))
 
     def seconds(self, rows: int) -> float:
         """What so many rows will take."""

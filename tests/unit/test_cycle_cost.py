@@ -140,7 +140,8 @@ def test_before_the_first_pass_all_is_known_that_was_foretold() -> None:
     assert cost.pass_s(1) == pytest.approx(0.32)  # reads, and the rest
     assert cost.pass_s(16) == pytest.approx(0.32)  # two threads hide it
     assert cost.draft_s(2) == pytest.approx(0.035)
-    assert cost.project_s() == pytest.approx(0.012)  # with the threads of a plain pass
+    assert cost.project_s() == pytest.approx(0.01)
+    assert cost.project_threads == (2, 2)
     assert (cost.threads(1), cost.threads(16), cost.threads(48)) == (1, 2, 2)
     assert cost.draft_threads == (2, 2)
 
@@ -169,8 +170,8 @@ def test_a_slower_machine_than_foretold_is_slower_at_every_number_of_rows_and_th
 def test_what_was_seen_of_draft_steps_goes_back_to_what_was_foretold_when_it_is_old() -> None:
     cost = CycleCost(2, foretold())
     cost.observe_pass(1, 0.4, 0.1, 0.4)
-    cost.observe_draft(2, 60.0)
-    assert cost.draft_s(2) == 60.0
+    cost.observe_draft(2, 0.07)
+    assert cost.draft_s(2) == pytest.approx(0.07)
     for _ in range(FORGOTTEN + 1):
         cost.observe_pass(1, 0.4, 0.1, 0.4)
     assert cost.draft_s(2) == pytest.approx(0.035)

@@ -117,6 +117,12 @@ def test_the_level_is_what_was_seen_and_the_shape_what_was_foretold() -> None:
     assert [times.seconds(rows) for rows in (1, 6, 16, 31)] == pytest.approx([0.2, 0.4, 0.8, 1.4])
 
 
+def test_a_first_moment_that_is_bad_is_not_believed_whole() -> None:
+    times = Scaled({1: 0.1, 16: 0.4})
+    times.observe(1, 60.0)
+    assert times.seconds(1) == pytest.approx(CREDIBLE * 0.1)
+
+
 def test_one_bad_moment_raises_the_level_a_little() -> None:
     times = Scaled({1: 0.1, 16: 0.4})
     times.observe(16, 0.4)

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lever import bench
-from lever.bench import IN_RAM, PLAIN, RAW_BYTES, Comparison, PresetWay, Prompt, RawReads, Request, Row, Way
+from lever.bench import IN_RAM, PLAIN, RAW_BYTES, Comparison, PresetWay, Prompt, RawReads, Request, Row, Way, settle
 from lever.cli import answer
 from lever.cli.console import Bar, bar, complain, note, printable, write_json, write_table
 from lever.cli.opening import Wanted, open_llm, tune, with_draft
@@ -159,12 +159,18 @@ def _measure(
                     measured.found,
                     rounds=asked.rounds,
                     read=(drafting or presets)[0].read,
-                    raw_rate=raw.bytes_per_s,
+                    raw_rate=lambda: raw_rate(raw, llm),
                     tell=progress.tell,
                 )
         except LeverError as error:
             measured.failure = error
         return measured
+
+
+def raw_rate(raw: RawReads, llm: LLM) -> float:
+    """Bytes per second of reads alone, once the model's own have come to rest."""
+    settle(llm.loaded.store.stats)
+    return raw.bytes_per_s()
 
 
 # --- what is compared ---------------------------------------------------------------------------------------
