@@ -141,7 +141,8 @@ def test_graphs_that_were_given_up_are_built_anew(small: Path, n_steps: int) -> 
                 expected = known.setdefault((n_text, n), found)
                 assert same_bits(found, expected)
                 assert same_bits(layer_by_layer(model, *step), expected)
-        assert len(model._steps._graphs) == min(n_steps, 2 * N_LOGITS)  # type: ignore[union-attr]  # it has steps
+        assert model._steps is not None
+        assert len(model._steps._graphs) == min(n_steps, 2 * N_LOGITS)
 
 
 def test_any_number_of_threads_gives_the_same_bits(small: Path) -> None:
