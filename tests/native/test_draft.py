@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 from numpy.typing import NDArray
 
-from lever.draft import Draft, likeliest
+from lever.draft import NEAR, Draft, likeliest
 from lever.errors import ContextOverflow
 from lever.loader import LoadedModel
 from lever.tree import NOT_EXPANDED, DraftTree, reroot
@@ -136,13 +136,21 @@ def test_candidates_are_as_likely_as_they_are_at_the_temperature_of_the_draw(tem
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-37, 1e-40, 1e-300])
 def test_at_the_smallest_temperatures_the_likeliest_token_is_certain(temperature: float) -> None:
-    found = likeliest(np.array([50.0, 70.0, 69.0, -30.0], np.float32), 3, temperature)
-    assert found == [(1, 1.0)]  # what is not possible at all is no candidate
+    """The others are not at all likely: no candidates."""
+    assert likeliest(np.array([50.0, 70.0, 69.0, -30.0], np.float32), 3, temperature) == [(1, 1.0)]
 
 
 def test_a_banned_token_is_never_likely() -> None:
     found = likeliest(np.array([1.0, -np.inf, 2.0, -np.inf], np.float32), 3, 0.7)
     assert [token for token, _ in found] == [2, 0]
+
+
+def test_what_is_far_below_the_best_is_no_candidate() -> None:
+    logits = np.array([0.0, 12.5, 1.0, 12.5 - NEAR, 12.5 - NEAR + 0.1, 2.0], np.float32)
+    assert [token for token, _ in likeliest(logits, 8, 0.0)] == [1, 5, 2, 4]
+    assert [token for token, _ in likeliest(logits, 2, 0.0)] == [1, 5]
+    assert [token for token, _ in likeliest(logits, 8, 2.0)] == [1, 5, 2, 4, 3, 0]  # nearer, where the draw is warmer
+    assert [token for token, _ in likeliest(logits, 8, 0.1)] == [1]
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])

@@ -141,6 +141,7 @@ def test_graphs_that_were_given_up_are_built_anew(small: Path, n_steps: int) -> 
                 expected = known.setdefault((n_text, n), found)
                 assert same_bits(found, expected)
                 assert same_bits(layer_by_layer(model, *step), expected)
+        assert model._steps is not None
         assert len(model._steps._graphs) == min(n_steps, 2 * N_LOGITS)
 
 
