@@ -15,6 +15,7 @@ WIDER = 0.5  # share of a draft step that each node more is thought to add: with
 NEAR = 1.03  # times that differ by less are equal
 FIRST_NODES = 2  # of a draft step, when its threads are chosen
 BEARABLE = 1.5  # times as long as with the best number of threads: one that was foretold to take longer is not tried
+FIRST_TRIAL, FIRST_PAUSE, LAST_PAUSE = 2, 16, 256  # passes before another number of threads is tried, and tried again
 FORGOTTEN = 16  # passes after which a number of threads, or a draft, that was not used is unknown again
 
 
@@ -98,6 +99,7 @@ class CycleCost:
         self._draft, self._last_draft = self._new_draft_table(), 0  # and the pass before it
         self._read, self._rest = Average(self._foresight.read_s), Average(self._foresight.rest_s)
         self._passes: dict[int, tuple[int, float]] = {}  # by rows, as far as asked since the last one: threads, seconds
+        self._wait, self._pause, self._trying = FIRST_TRIAL, FIRST_PAUSE, False
         self._project = Line(WIDER)
         project_s = self._foresight.project_s(self.project_threads[0])
         if project_s is not None:
@@ -130,6 +132,12 @@ class CycleCost:
             self._draft = self._new_draft_table()  # nor is a draft that was too slow once given up for good
         self._read.observe(read_s)
         self._rest.observe(max(seconds - max(compute_s, read_s), 0.0))
+        self._wait -= 1
+        if self._trying:
+            kept = self.threads(rows) == threads
+            self._wait = FIRST_PAUSE if kept else self._pause
+            self._pause = FIRST_PAUSE if kept else min(2 * self._pause, LAST_PAUSE)
+            self._trying = False
 
     def observe_prefill(self, rows: int, compute_s: float, read_s: float, threads: int) -> None:
         """A pass for a part of the prompt, before any for a token: a first idea of both where nothing was foretold."""
@@ -151,6 +159,17 @@ class CycleCost:
     def threads(self, rows: int) -> int:
         """For a pass with so many rows: the fewest that are as good as the best, since others want the cores too."""
         return self._pass(rows)[0]
+
+    def next_threads(self, rows: int) -> int:
+        """For the next pass: as `threads`, and now and then another number, where compute is the limit.
+
+        What was foretold, or seen once, may have been a bad moment's: only trying tells. Trials that fail come seldom.
+        """
+        best = self.threads(rows)
+        if self._wait > 0 or self._most_threads == 1 or self._compute_s(rows, best) < (self._read.value or 0.0):
+            return best
+        self._trying = True
+        return min(2 * best, self._most_threads) if best < self._most_threads else max(best // 2, 1)
 
     def pass_s(self, rows: int) -> float:
         """Of a pass with so many rows: the slower of reading and computing, and what neither hides."""

@@ -226,7 +226,7 @@ class Engine:
         clock, model, store = Clock(self._store), self._model, self._store
         compute_s, read_s = model.stats.layers_s, store.stats.read_s
         plain = not self._policy.drafts
-        model.n_threads = self._pass_threads.count if plain else self._cost.threads(len(rows.nodes))
+        model.n_threads = self._pass_threads.count if plain else self._cost.next_threads(len(rows.nodes))
 
         def after_layer(_layer: int) -> None:
             run.trace.layer()

@@ -13,6 +13,7 @@ from typing import Protocol
 WEIGHT = 0.3  # of a new observation against what was known
 KEPT = 0.9  # of the weight of those seen, with each more
 SPREAD = 0.25  # variance of the numbers of rows seen from which on a slope is known
+ENOUGH = 8  # observations, of different numbers of rows: worth more than what was foretold
 CREDIBLE = 3.0  # times what was expected: what took longer counts as that
 
 
@@ -51,11 +52,18 @@ class Line:
         self._weight = self._rows = self._seconds = 0.0  # their sum, and means
         self._square = self._product = 0.0  # weighted sums of deviations from the means
         self._slope: float | None = None
+        self.n_seen = 0
+
+    @property
+    def knows_slope(self) -> bool:
+        """Whether different numbers of rows were seen."""
+        return self._slope is not None
 
     def observe(self, rows: int, seconds: float) -> None:
         """So many rows took so long."""
         if self._weight:
             seconds = min(seconds, CREDIBLE * self.seconds(rows))
+        self.n_seen += 1
         self._weight = KEPT * self._weight + 1.0
         off_rows, off_seconds = rows - self._rows, seconds - self._seconds
         self._rows += off_rows / self._weight
@@ -75,17 +83,24 @@ class Line:
 
 
 class Scaled:
-    """What was foretold, times how much longer it took so far: the shape is the profile's, the level what is seen."""
+    """What was foretold, times how much longer it took so far: the shape is the profile's, the level what is seen.
+
+    Until enough was seen for a shape of its own: then it is that `Line`.
+    """
 
     def __init__(self, foretold: Mapping[int, float]) -> None:
-        self._foretold, self._level = foretold, Average()
+        self._foretold, self._level, self._line = foretold, Average(), Line()
 
     def observe(self, rows: int, seconds: float) -> None:
         """So many rows took so long."""
-        self._level.observe(min(seconds, CREDIBLE * self.seconds(rows)) / through(self._foretold, rows))
+        seconds = min(seconds, CREDIBLE * self.seconds(rows))
+        self._level.observe(seconds / through(self._foretold, rows))
+        self._line.observe(rows, seconds)
 
     def seconds(self, rows: int) -> float:
         """What so many rows will take."""
+        if self._line.n_seen >= ENOUGH and self._line.knows_slope:
+            return self._line.seconds(rows)
         return through(self._foretold, rows) * (1.0 if self._level.value is None else self._level.value)
 
 

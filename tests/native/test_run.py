@@ -287,6 +287,47 @@ def test_a_bias_forces_and_bans_tokens_and_ignore_eos_bans_the_end(lever: Lever,
     assert len(ignored["tokens"]) == 4
 
 
+# --- guesses from the text ----------------------------------------------------------------------------------
+
+AGAIN = "the world and the world and the world and the world and the world"
+
+
+def test_lookup_in_the_place_of_a_draft_gives_the_same_text_and_says_so(lever: Lever, model: Path) -> None:
+    words: list[str | Path] = ["run", model, AGAIN, "--raw", "-n", "24", "--temp", "0", "-s", "1"]
+    plain, found = lever.json(*words), lever.json(*words, "--draft", "lookup")
+    stats = found["stats"]
+
+    assert found["tokens"] == plain["tokens"]
+    assert (plain["stats"]["draft"], plain["stats"]["preset"]) == (None, "flash-ar")
+    assert (stats["draft"], stats["preset"]) == ("lookup", "lever")
+    assert (stats["drafted"], stats["draft_s"]) == (0, 0.0)
+    assert stats["new_tokens"] == 24 == 1 + stats["cycles"] + stats["accepted"]
+    assert stats["looked_up"] <= stats["cycles"] - stats["plain_cycles"]
+
+
+@pytest.mark.parametrize("preset", ["chain-sd", "edgellm", "lever-paper"])
+def test_a_preset_that_needs_a_model_to_draft_is_refused_with_lookup(lever: Lever, model: Path, preset: str) -> None:
+    done = lever("run", model, AGAIN, "--preset", preset, "--draft", "lookup")
+
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert f"the preset {preset} needs a draft" in one_line(done.stderr)
+
+
+def test_plain_decoding_looks_nothing_up(lever: Lever, model: Path) -> None:
+    stats = lever.json("run", model, AGAIN, "-n", "6", "--preset", "flash-ar", "--draft", "lookup")["stats"]
+
+    assert (stats["draft"], stats["preset"], stats["verified"]) == (None, "flash-ar", 0)
+
+
+def test_where_the_text_repeats_nothing_the_figures_say_that_no_guess_was_made(lever: Lever, model: Path) -> None:
+    """Tokens that came before are banned by their penalty, so no three of them come again."""
+    words = ["-n", "12", "--temp", "0", "--presence-penalty", "100", "--repeat-last-n", "-1"]
+    done = lever("run", model, "Hello", "--raw", "--draft", "lookup", *words)
+
+    assert done.returncode == 0
+    assert "; no guess in 100 % of the passes: the text repeats nothing; " in done.stderr.decode()
+
+
 # --- refusals -----------------------------------------------------------------------------------------------
 
 

@@ -198,7 +198,7 @@ def test_a_draft_that_is_the_target_is_accepted_and_one_that_is_not_is_not(model
     assert bad.tokens_per_cycle < good.tokens_per_cycle
 
 
-class Dear(CycleCost):
+class DearPasses(CycleCost):
     """A pass takes a thousand draft steps: no preset has a reason to draft little."""
 
     knows_passes = True
@@ -211,8 +211,8 @@ class Dear(CycleCost):
 
 
 def with_dear_passes(answers: Answers) -> RunStats:
-    """Figures where passes are dear."""
-    answers.engine._cost = Dear()
+    """Figures where the engine believes so."""
+    answers.engine._cost = DearPasses()
     return answers.to(SHORT, n=60).stats
 
 
@@ -432,7 +432,7 @@ def test_I20_after_a_pass_that_failed_all_is_sound(models: Models, policy: Prese
 def test_I20_after_a_draft_that_failed_all_is_sound(models: Models, policy: Preset) -> None:
     draft = models.draft("itself")
     answers = Answers(models.target, draft, policy)
-    answers.engine._cost = Dear()
+    answers.engine._cost = DearPasses()  # so that it is asked often enough
     expected = models.expected(A)
     for n_passes in (0, 1, 2, 5):
         with pytest.MonkeyPatch.context() as patch:
@@ -443,25 +443,23 @@ def test_I20_after_a_draft_that_failed_all_is_sound(models: Models, policy: Pres
 
 
 def fail_after(patch: pytest.MonkeyPatch, draft: Draft, n_passes: int) -> None:
-    """The draft's model breaks in the middle of a pass, or, where that is one graph, after it."""
+    """The draft's model breaks in the middle of a pass, layer by layer or whole."""
     model, passes = draft.model, iter(range(n_passes))
-    real, steps = model._layer, model._steps
-    assert steps is not None
-    run = steps.run
+    assert model._steps is not None
+    real_layer, real_run = model._layer, model._steps.run
 
     def layer(number: int, *rest: Any) -> None:
         if number == 1 and next(passes, None) is None:
             raise StorageError("scripted")
-        real(number, *rest)
+        real_layer(number, *rest)
 
-    def step(block: Any) -> float:
-        seconds = run(block)
+    def run(block: Any) -> float:
         if next(passes, None) is None:
             raise StorageError("scripted")
-        return seconds
+        return real_run(block)
 
     patch.setattr(model, "_layer", layer)
-    patch.setattr(steps, "run", step)
+    patch.setattr(model._steps, "run", run)
 
 
 @pytest.mark.parametrize("way", ["exact", "masked"])

@@ -18,11 +18,13 @@ import pytest
 import typer
 
 from lever.cli import app, main
+from lever.cli.answer import _guessing
 from lever.cli.console import Bar, note, write, write_json
 from lever.cli.options import variable
 from lever.cli.run import choose, parse_logit_bias
 from lever.errors import StorageError, UsageError
 from lever.models.cache import place_hash
+from lever.stats import RunStats
 
 COMMAND: Any = typer.main.get_command(app)
 VERBS = tuple(COMMAND.commands)
@@ -660,3 +662,27 @@ def test_a_quiet_bar_says_nothing(capfd: pytest.CaptureFixture[str], clock: list
     bar.tell("still here")
 
     assert capfd.readouterr() == ("", "")
+
+
+# --- the line of figures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stats", "says"),
+    [
+        (RunStats(new_tokens=41, cycles=10, draft="demo:draft"), ["4.0 a pass with demo:draft"]),
+        (RunStats(new_tokens=41, cycles=10, plain_cycles=5, draft="lookup"), ["4.0 a pass with lookup"]),
+        (
+            RunStats(new_tokens=13, cycles=10, plain_cycles=8, draft="demo:draft"),
+            ["no guess in 80 % of the passes: plain decoding is faster here"],
+        ),
+        (
+            RunStats(new_tokens=13, cycles=10, plain_cycles=10, draft="lookup"),
+            ["no guess in 100 % of the passes: the text repeats nothing"],
+        ),
+        (RunStats(new_tokens=11, cycles=10, plain_cycles=10), []),  # nobody wanted any
+        (RunStats(new_tokens=1, draft="demo:draft"), []),  # no pass
+    ],
+)
+def test_figures_tell_what_guessing_brought_or_that_it_was_left(stats: RunStats, says: list[str]) -> None:
+    assert _guessing(stats) == says

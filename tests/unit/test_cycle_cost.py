@@ -116,6 +116,39 @@ def test_what_was_asked_before_is_not_what_is_answered_after_something_was_seen(
         assert (asked.pass_s(rows), asked.threads(rows)) == (fresh.pass_s(rows), fresh.threads(rows))
 
 
+def passes_with(cost: CycleCost, n: int, seconds: dict[int, float], rows: int = 16) -> list[int]:
+    """Threads of so many passes, whose compute takes so long by threads; nothing is read."""
+    found = []
+    for _ in range(n):
+        threads = cost.next_threads(rows)
+        cost.observe_pass(rows, seconds[threads], seconds[threads], 0.0, threads)
+        found.append(threads)
+    return found
+
+
+def test_more_threads_that_were_foretold_to_be_slower_are_tried_and_kept_where_they_are_not() -> None:
+    """A profile that was measured at a bad moment would else hold for good."""
+    slower = {1: {1: 0.1, 16: 0.4}, 2: {1: 0.3, 16: 1.2}}
+    found = passes_with(CycleCost(2, foretold(compute=slower, read_s=0.0, rest_s=0.0)), 30, {1: 0.4, 2: 0.2})
+    assert found[:2] == [1, 1]
+    assert found.count(1) <= 6
+    assert found[-1] == 2
+
+
+def test_trials_of_threads_that_fail_come_ever_more_seldom() -> None:
+    cost = CycleCost(2, foretold(compute={1: {16: 0.4}, 2: {16: 1.2}}, read_s=0.0, rest_s=0.0))
+    found = passes_with(cost, 200, {1: 0.4, 2: 2.0})
+    assert 2 <= found.count(2) <= 6
+    assert found[100:].count(2) <= found[:100].count(2)
+
+
+def test_no_number_of_threads_is_tried_while_reads_are_the_limit() -> None:
+    cost = CycleCost(2, foretold())
+    for _ in range(50):
+        assert cost.next_threads(1) == 1
+        cost.observe_pass(1, 0.3, 0.1, 0.3, 1)
+
+
 # --- what is foretold ---------------------------------------------------------------------------------------
 
 ONE_THREAD, TWO_THREADS = {1: 0.1, 16: 0.4, 48: 1.2}, {1: 0.08, 16: 0.22, 48: 0.6}

@@ -140,3 +140,10 @@ def test_outside_of_the_points_it_is_proportion_before_and_the_last_line_beyond(
     assert [through(points, rows) for rows in (1, 2, 6, 12, 32)] == pytest.approx([0.25, 0.5, 2.0, 3.5, 6.0])
     assert through({4: 1.0}, 8) == pytest.approx(2.0)
     assert through({4: 1.0, 8: 0.5}, 16) == pytest.approx(0.5)  # a line that falls is level
+
+
+def test_a_shape_that_was_foretold_wrongly_gives_way_to_what_many_passes_show() -> None:
+    times = Scaled({1: 0.01, 16: 1.6})
+    for rows in (4, 12, 16, 8) * 3:
+        times.observe(rows, 0.1 + 0.02 * rows)
+    assert [times.seconds(rows) for rows in (1, 10, 24)] == pytest.approx([0.12, 0.3, 0.58])
