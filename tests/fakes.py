@@ -229,6 +229,7 @@ class ScriptedTarget:
         self._language, self._clock = language, clock or FakeClock()
         self._read_s, self._row_s, self._project_s = read_s, row_s, project_s
         self._paths: list[list[int]] = []  # text up to each row of the last pass
+        self.in_order, self.most_rows = True, n_tree
 
     @property
     def kv(self) -> ScriptedTarget:
@@ -327,6 +328,9 @@ class ScriptedDraft:
         self.text = list(text)
         self._clock.took(self._step_s)
         after_part()
+
+    def behind(self, text: Sequence[int]) -> int:
+        return len(text) - len(self.text)
 
     def begin(self, tree: DraftTree, text: Sequence[int], _temperature: float, trust: float = 1.0) -> None:
         self.n_begun += 1

@@ -34,7 +34,7 @@ Draw = Callable[[NDArray[np.float32], Sequence[int], int], int]
 # largest change of a gap that was seen on the demo (docs/log.md).
 NEAR_TIE = 0.3
 FinishReason = Literal["stop", "length"]
-CATCH_UP = 8  # tokens that a draft reads at once, when they were not its own
+READING = 0.6  # of the time of a draft step with as many rows: text that a draft reads needs no logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,15 +193,16 @@ class Engine:
         if drafted is None:
             return False
         # The draft will have to read what it did not say itself.
-        seconds = len(nodes) * (1 / promised + cost.draft_s(self._draft.model.shape.n_logits) / CATCH_UP)
-        return len(nodes) / seconds > drafted
+        read_s = READING * cost.draft_s(self._draft.model.shape.n_logits) / self._draft.model.shape.n_logits
+        return 1 / (1 / promised + read_s) > drafted
 
     def _grow(self, run: _Run, tree: DraftTree, draft: Draft) -> None:
         """Draft while the policy says that it pays."""
         if len(run.tokens) > draft.model.shape.n_ctx:
             return
         started, trust = time.perf_counter(), self._reliability.value
-        draft.model.n_threads = self._draft_threads.count
+        reads = draft.behind(run.tokens) > draft.model.shape.n_logits  # what was no guess of its own
+        draft.model.n_threads = (self._layer_threads if reads else self._draft_threads).count
         draft.begin(tree, run.tokens, run.temperature, trust)
         while True:
             run.drafted_s = time.perf_counter() - started

@@ -14,11 +14,13 @@ import numpy as np
 from lever.tree import DraftTree
 
 LEAST_MATCH = 3  # tokens; two stand together by chance too often
-MOST_MATCH = 16
+MOST_MATCH = 24
 MOST_TOKENS = 24  # of a guess
 WINDOW = 1 << 14  # tokens of the text that are searched, the last ones
-BUCKETS = (3, 4, 6, 9)  # lengths of a match that are told apart
-PRIOR, PRIOR_WEIGHT = 0.75, 4.0  # share of guessed tokens that hold, as if so many had been seen
+# Lengths of a match that are told apart, and the share of guessed tokens that hold, as if PRIOR_WEIGHT had been seen.
+# Answers of the demo to code, arithmetic, chat: .63 to .90 after 3 tokens, .74 to .98 after 9; code after 16: .99.
+BUCKETS = (3, 4, 6, 9, 16)
+PRIORS, PRIOR_WEIGHT = (0.7, 0.75, 0.8, 0.8, 0.95), 4.0
 FORGET = 0.98  # of what was seen, with each guess that is judged
 
 
@@ -58,7 +60,7 @@ class Record:
     """How often the tokens of a match were right, by its length."""
 
     def __init__(self) -> None:
-        self._held = [PRIOR * PRIOR_WEIGHT] * len(BUCKETS)
+        self._held = [prior * PRIOR_WEIGHT for prior in PRIORS]
         self._judged = [PRIOR_WEIGHT] * len(BUCKETS)
 
     def observe(self, match: Match, followed: Sequence[int]) -> None:

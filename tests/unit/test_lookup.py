@@ -15,7 +15,7 @@ from lever.lookup import (
     LEAST_MATCH,
     MOST_MATCH,
     MOST_TOKENS,
-    PRIOR,
+    PRIORS,
     WINDOW,
     Match,
     Record,
@@ -103,8 +103,8 @@ def test_of_matches_as_long_as_each_other_the_latest_says_what_follows() -> None
 
 
 def test_a_match_is_not_followed_further_than_it_may_be() -> None:
-    """Beyond sixteen tokens, a longer match is no better than the latest one."""
-    long = list(range(100, 120))
+    """Beyond so many tokens, a longer match is no better than the latest one."""
+    long = list(range(100, 100 + MOST_MATCH))
     assert find([7, *long, 1, 8, *long, 2, 7, *long]) == Match(MOST_MATCH, in_circles([2, 7, *long]))
     text = [1, 2, 3, *range(200, 260), 1, 2, 3]
     assert find(text) == Match(3, tuple(range(200, 200 + MOST_TOKENS)))
@@ -117,9 +117,10 @@ def a_match(*tokens: int, length: int = 3) -> Match:
     return Match(length, tokens)
 
 
-def test_before_anything_was_seen_all_lengths_are_believed_alike() -> None:
+def test_before_anything_was_seen_longer_matches_are_believed_more() -> None:
     record = Record()
-    assert [record.share(length) for length in range(LEAST_MATCH, MOST_MATCH + 1)] == [PRIOR] * 14
+    assert [record.share(length) for length in BUCKETS] == pytest.approx(PRIORS)
+    assert list(PRIORS) == sorted(PRIORS)
 
 
 def test_lengths_are_told_apart_by_bucket() -> None:
@@ -128,11 +129,11 @@ def test_lengths_are_told_apart_by_bucket() -> None:
         record.observe(a_match(1, 2, 3, length=5), [1, 2, 3])
         record.observe(a_match(1, 2, 3, length=9), [7])
     shares = {length: record.share(length) for length in range(LEAST_MATCH, MOST_MATCH + 1)}
-    assert BUCKETS == (3, 4, 6, 9)
-    assert shares[3] == PRIOR
+    assert BUCKETS == (3, 4, 6, 9, 16)
+    assert shares[3] == PRIORS[0]
     assert shares[4] == shares[5] > 0.9
-    assert {shares[length] for length in (6, 7, 8)} == {PRIOR}
-    assert {shares[length] for length in range(9, 17)} == {shares[9]}
+    assert {shares[length] for length in (6, 7, 8)} == {PRIORS[2]}
+    assert {shares[length] for length in range(9, 16)} == {shares[9]}
     assert shares[9] < 0.2
 
 
