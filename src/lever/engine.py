@@ -128,7 +128,7 @@ class Engine:
         limit = n_ctx if max_new_tokens is None else min(n_ctx, len(prompt) + max_new_tokens)
         trace = Trace(self._model, self._store, on_cycle)
         run = _Run(self._requests[0], tokens, draw, end_tokens, limit, temperature, stats, cancelled, trace)
-        if run.room > 2:
+        if run.room > 2 and (self._worth.guessing or not self._policy.adaptive):
             self._read_by_draft(run)
         figures = Figures(self._model, self._store, stats)
         step = run.step(logits, exact=self._model.kv.in_order)
