@@ -319,6 +319,8 @@ def pass_time(profile: Profile, rows: int, threads: int, streamed_bytes: int) ->
 def at_once(reads_s: float, compute_s: float) -> float:
     """Seconds of reads and compute that go on side by side and wait for each other."""
     longer, shorter = max(reads_s, compute_s), min(reads_s, compute_s)
+    if not longer:
+        return 0.0
     return float(longer * (1 + (shorter / longer) ** SHARP) ** (1 / SHARP))
 
 

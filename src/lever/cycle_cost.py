@@ -1,6 +1,6 @@
 """What a cycle costs, learned while it runs: passes by rows, draft steps by nodes, projections. Runs nothing itself.
 
-Streaming hides compute and compute hides streaming, so rows are free up to the knee where both take as long. A profile
+Streaming hides compute and compute hides streaming, so rows are nearly free up to the knee where both take as long. A profile
 may foretell all of it: then the first cycle is as well informed as the others, and what is seen corrects the profile.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lever.cost import at_once
 from lever.times import Average, Line, Scaled, Times, through
 
 WIDER = 0.5  # share of a draft step that each node more is thought to add: with kernels for several rows, it is so
@@ -131,7 +132,7 @@ class CycleCost:
         if self._n_passes - self._last_draft > FORGOTTEN:
             self._draft = self._new_draft_table()  # nor is a draft that was too slow once given up for good
         self._read.observe(read_s)
-        self._rest.observe(max(seconds - max(compute_s, read_s), 0.0))
+        self._rest.observe(max(seconds - at_once(read_s, compute_s), 0.0))
         self._wait -= 1
         if self._trying:
             kept = self.threads(rows) == threads
@@ -172,7 +173,7 @@ class CycleCost:
         return min(2 * best, self._most_threads) if best < self._most_threads else max(best // 2, 1)
 
     def pass_s(self, rows: int) -> float:
-        """Of a pass with so many rows: the slower of reading and computing, and what neither hides."""
+        """Of a pass with so many rows: reading and computing at once, and what neither hides."""
         return self._pass(rows)[1]
 
     def draft_s(self, nodes: int) -> float:
@@ -197,7 +198,7 @@ class CycleCost:
         return self._foresight.draft(self.draft_threads[0])
 
     def _with(self, rows: int, threads: int) -> float:
-        return max(self._read.value or 0.0, self._compute_s(rows, threads))
+        return at_once(self._read.value or 0.0, self._compute_s(rows, threads))
 
     def _compute_s(self, rows: int, threads: int) -> float:
         """A number of threads that was never tried takes what the nearest one does, times what was foretold of both."""
