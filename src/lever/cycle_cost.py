@@ -1,7 +1,7 @@
 """What a cycle costs, learned while it runs: passes by rows, draft steps by nodes, projections. Runs nothing itself.
 
-Streaming hides compute and compute hides streaming, so rows are nearly free up to the knee where both take as long. A profile
-may foretell all of it: then the first cycle is as well informed as the others, and what is seen corrects the profile.
+Streaming hides compute and compute hides streaming, so rows are nearly free up to the knee where both take as long. A
+profile may foretell all of it: then the first cycle is as well informed as the others, and what is seen corrects it.
 """
 
 from __future__ import annotations

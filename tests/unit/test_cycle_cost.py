@@ -27,13 +27,13 @@ def test_nothing_is_known_before_the_first_pass() -> None:
     assert cost.knows_passes
 
 
-def test_a_pass_takes_the_slower_of_reading_and_computing_and_what_neither_hides() -> None:
+def test_a_pass_takes_reading_and_computing_at_once_and_what_neither_hides() -> None:
     cost = CycleCost()
     cost.observe_pass(1, seconds=0.55, compute_s=0.1, read_s=0.5)
     assert cost.pass_s(1) == pytest.approx(0.55)
-    assert cost.pass_s(4) == pytest.approx(0.55)  # computes for 0.4 s: hidden
-    assert cost.pass_s(5) == pytest.approx(0.55)  # the knee
-    assert cost.pass_s(8) == pytest.approx(0.85)
+    assert cost.pass_s(3) == pytest.approx(0.55, rel=0.01)  # computes for 0.3 s: hidden
+    assert cost.pass_s(5) == pytest.approx(0.05 + 1.12 * 0.5, rel=0.01)  # the knee, where each waits for the other
+    assert cost.pass_s(8) == pytest.approx(0.85, rel=0.02)
 
 
 def test_a_pass_that_reads_nothing_is_its_compute() -> None:
@@ -48,7 +48,7 @@ def test_a_pass_that_was_faster_than_its_parts_hides_all_of_them() -> None:
     """Bytes that were read ahead while the draft worked are counted before the pass begins."""
     cost = CycleCost()
     cost.observe_pass(1, seconds=0.3, compute_s=0.1, read_s=0.5)
-    assert cost.pass_s(1) == 0.5
+    assert cost.pass_s(1) == pytest.approx(0.5, rel=1e-3)
 
 
 def test_drafts_go_by_nodes_and_projections_by_one() -> None:
@@ -88,8 +88,8 @@ def test_a_prompt_gives_a_first_idea_and_says_nothing_once_a_pass_was_seen() -> 
     cost = CycleCost(n_threads=2)
     cost.observe_prefill(8, compute_s=0.8, read_s=0.4, threads=2)
     assert cost.knows_passes
-    assert cost.pass_s(1) == pytest.approx(0.4)
-    assert cost.pass_s(16) == pytest.approx(1.6)
+    assert cost.pass_s(1) == pytest.approx(0.4, rel=0.01)
+    assert cost.pass_s(16) == pytest.approx(1.6, rel=0.01)
     cost.observe_pass(1, 0.5, 0.1, 0.5, threads=2)
     before = [cost.pass_s(rows) for rows in (1, 8, 64)]
     cost.observe_prefill(8, compute_s=80.0, read_s=40.0, threads=2)
@@ -170,8 +170,8 @@ def test_before_the_first_pass_all_is_known_that_was_foretold() -> None:
     cost = CycleCost(2, foretold())
 
     assert cost.knows_passes
-    assert cost.pass_s(1) == pytest.approx(0.32)  # reads, and the rest
-    assert cost.pass_s(16) == pytest.approx(0.32)  # two threads hide it
+    assert cost.pass_s(1) == pytest.approx(0.32, rel=0.01)  # reads, and the rest
+    assert cost.pass_s(16) == pytest.approx(0.32, rel=0.03)  # two threads hide it
     assert cost.draft_s(2) == pytest.approx(0.035)
     assert cost.project_s() == pytest.approx(0.01)
     assert cost.project_threads == (2, 2)

