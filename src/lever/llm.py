@@ -80,7 +80,7 @@ class LLM(Owner):
         guesses = self.draft_name is not None
         self.settings = replace(settings, n_tree=TREE_ROWS, n_logits=LOGITS) if guesses else settings
         if self.policy.drafts and draft is None and not (lookup and self.policy.adaptive):
-            raise UsageError(f"the preset {self.policy.name} needs a draft: give one with --draft")
+            raise UsageError(f"the preset {self.policy.name} needs a draft: give a model with --draft")
         self.gguf, self.config, self.tokenizer, self._companion = _read(path, self.settings, draft)
         self.foretold: Foretold | None = None  # what the engine, made at the first answer, knows beforehand
         self._loaded: LoadedModel | None = None
