@@ -413,7 +413,7 @@ def test_a_file_with_bytes_that_are_no_utf_8_is_a_prompt(asked: Callable[..., Se
         (["profile", "none.gguf", "--ring", "2"], 2, "ring is 2"),
         (["profile", "none.gguf", "--plot", "plot.txt"], 2, "plot.txt: a plot ends in .png, .svg or .pdf"),
         (["bench", "none.gguf", "--presets", "flash-ar"], 5, "none.gguf: cannot be read"),
-        (["bench", "none.gguf"], 2, "the preset chain-sd needs a draft: give one with --draft"),
+        (["bench", "none.gguf"], 2, "the preset chain-sd needs a draft: give a model with --draft"),
         (["bench", "demo", "--presets", "lever,leaver"], 2, "no preset 'leaver': there are flash-ar"),
         (["bench", "demo", "--presets", "lever,lever"], 2, "the preset lever is given twice"),
         (["bench", "demo", "-n", "1"], 2, "max-tokens is 1: to measure speed it must be at least 2"),
