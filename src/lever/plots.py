@@ -52,7 +52,7 @@ def draw_bench(rows: Sequence[Row], cycle: Cycle | None, path: Path) -> None:
     speed, tokens = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
     _draw_bars(speed, rows, "tokens_per_s", "tokens/s")
     _draw_bars(tokens, rows, "tokens_per_cycle", "tokens a cycle")
-    speed.legend(fontsize=7)
+    figure.legend(*speed.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=7)
     if cycle is not None:
         work = figure.add_subplot(grid[1, :])
         _draw_cycle(work, figure.add_subplot(grid[2, :], sharex=work), cycle)

@@ -956,7 +956,7 @@ def test_a_draft_that_nobody_named_is_left_out_of_a_plan_where_it_has_no_room(
 
 
 def test_a_draft_that_cannot_be_measured_does_not_end_a_run(lever: Lever, model: Path, partner: Path) -> None:
-    mute = "import lever.draft\nlever.draft.Draft._candidates = lambda _self, rows, _t: [[] for _ in rows]\nmain()"
+    mute = "import lever.draft\nlever.draft.Draft._likeliest = lambda _self, _logits, _t: []\nmain()"
     words = ("run", model, "Hello", "-n", "4", "--pin", "0", "--temp", "0")
     done = worth_it(lever, *words, "--draft", partner, script=WORTH_IT.replace("main()", mute))
 
