@@ -272,7 +272,7 @@ def test_nodes_beyond_those_of_one_step_are_not_measured(companion: Companion) -
 def test_a_draft_whose_logits_are_no_numbers_is_an_error_and_leaves_nothing(companion: Companion) -> None:
     model = companion.load(0).model
     with (
-        mock.patch.object(Draft, "_likeliest", lambda _self, _logits, _temperature: []),
+        mock.patch.object(Draft, "_likeliest", return_value=[]),
         pytest.raises(LeverError, match="guesses nothing"),
     ):
         draft_steps(model, TINY)
