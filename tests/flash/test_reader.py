@@ -25,6 +25,7 @@ from lever.pages import PAGE, Pages, round_up
 from lever.weights.embedding import EmbeddingRows
 from lever.weights.reader import CheckedFile, DirectFile, ReadInto, read_into
 from tests.fakes import STALE, FakeDevice, descriptors_of
+from tests.lacking import lacking
 
 SHM = Path("/dev/shm")
 BLOCK = 16 * PAGE
@@ -69,7 +70,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
         return
     if not os.access(SHM, os.W_OK):
-        pytest.skip("this machine has no tmpfs at /dev/shm")
+        lacking("this machine has no tmpfs at /dev/shm")
     with TemporaryDirectory(dir=SHM) as name:
         yield Path(name)
 

@@ -22,6 +22,7 @@ from lever import doctor
 from lever.errors import LibraryError
 from lever.ggml import Backend, Context, GraphAllocator, Library, lib, load
 from lever.gguf import TYPES
+from tests.lacking import lacking
 
 F32 = 0
 
@@ -41,7 +42,7 @@ def build(tmp_path: Path) -> Build:
     """Compiles C into both libraries of a directory."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        pytest.skip("this machine has no C compiler")
+        lacking("this machine has no C compiler")
 
     def compile_(source: str) -> Path:
         code = tmp_path / "fake.c"

@@ -40,6 +40,7 @@ from lever.weights.image import Image
 from lever.weights.reader import CheckedFile
 from tests import reference, tiny
 from tests.fakes import FakeDevice, descriptors_of, reader_threads
+from tests.lacking import lacking, needs
 from tests.models import TOKENS, logits_of, open_tiny, relative_error, same_bits, tiny_logits
 
 BLOCK = CheckedFile.BLOCK_BYTES
@@ -91,7 +92,14 @@ def test_an_image_in_the_kernels_layout_gives_the_bits_of_the_repacked_source(so
         assert same_bits(tiny_logits(image, TOKENS[:60], **chosen), expected)
 
 
-@pytest.mark.skipif(not REPACKED, reason="this CPU has no layout of its own")
+@pytest.fixture
+def own_layout() -> None:
+    """A CPU that has a layout of its own for some type."""
+    if not REPACKED:
+        lacking("this CPU has no layout of its own")
+
+
+@pytest.mark.usefixtures("own_layout")
 def test_matrices_are_repacked_where_this_cpu_has_a_layout_for_them(source: Path, tmp_path: Path) -> None:
     """Or the comparison above compares plain with plain. Rows of the embedding are always plain."""
     gguf = read(packed(source, tmp_path / "image.gguf"))
@@ -154,7 +162,7 @@ def test_the_metadata_of_the_source_is_in_the_image(source: Path, tmp_path: Path
 
 def test_llama_cpp_refuses_an_image(small: Path, tmp_path: Path) -> None:
     """Repacked bytes read as plain ones would be a model that talks nonsense."""
-    xllamacpp = pytest.importorskip("xllamacpp")
+    xllamacpp = needs("xllamacpp")
     image = packed(small, tmp_path / "image.gguf")
     params = xllamacpp.CommonParams()
     params.model.path = str(image)
@@ -280,7 +288,7 @@ def test_a_cut_image_is_refused_and_one_cut_while_in_use_is_an_error(small: Path
 # --- images of other machines and versions ------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not REPACKED, reason="this CPU has no layout of its own")
+@pytest.mark.usefixtures("own_layout")
 def test_an_image_for_another_cpu_is_refused_with_the_command_that_mends_it(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +299,7 @@ def test_an_image_for_another_cpu_is_refused_with_the_command_that_mends_it(
     assert caught.value.exit_code == 4
 
 
-@pytest.mark.skipif(not REPACKED, reason="this CPU has no layout of its own")
+@pytest.mark.usefixtures("own_layout")
 def test_a_type_that_this_cpu_does_not_repack_is_never_put_into_its_buffer(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,7 +335,7 @@ def test_a_fingerprint_names_what_repacking_does(kind: int, monkeypatch: pytest.
     fingerprint.cache_clear()
 
 
-@pytest.mark.skipif(not REPACKED, reason="this CPU has no layout of its own")
+@pytest.mark.usefixtures("own_layout")
 def test_a_buffer_that_cannot_be_had_is_an_error_and_no_plain_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     ggml = load()
     takes_repacked.cache_clear()

@@ -58,6 +58,7 @@ from lever.tree import DraftTree
 from lever.weights.image import Image
 from tests import tiny
 from tests.fakes import FakeDevice, descriptors_of, reader_threads
+from tests.lacking import needs
 from tests.models import TOKENS, open_tiny, same_bits, tiny_logits
 
 MIB = 1 << 20
@@ -529,7 +530,7 @@ def test_the_quick_scope_asks_for_little() -> None:
 
 
 def test_a_plot_that_cannot_be_written_is_an_error(measured: Profile, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    needs("matplotlib")
     draw_profile(measured, tmp_path / "plot.svg")
     with pytest.raises(StorageError, match="cannot write the plot"):
         draw_profile(measured, tmp_path / "none/plot.svg")
@@ -538,7 +539,7 @@ def test_a_plot_that_cannot_be_written_is_an_error(measured: Profile, tmp_path: 
 
 
 def test_a_plot_has_the_steps_of_a_draft_beside_the_rest(measured: Profile, pair: PairProfile, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    needs("matplotlib")
     widths = []
     for name, draft in (("without.svg", None), ("with.svg", pair)):
         draw_profile(measured, tmp_path / name, draft)

@@ -22,6 +22,7 @@ from lever.weights import image as weights_image
 from lever.weights.image import pack_command
 from tests import tiny
 from tests.fakes import Recorder
+from tests.lacking import lacking
 
 SHAPE: dict[str, Any] = {"n_ff": 256, "type": "Q4_0"}
 
@@ -242,7 +243,7 @@ def test_an_image_for_another_cpu_is_told_before_the_model_is_hashed(
 ) -> None:
     image = packed(model)
     if not (looked_at := found(model).image) or not looked_at.repacked:
-        pytest.skip("this CPU has no layout of its own")
+        lacking("this CPU has no layout of its own")
     monkeypatch.setattr(weights_image, "fingerprint", lambda *_: "0123456789abcdef")
     os.utime(model, (1, 1))
     progress = Recorder()
