@@ -77,11 +77,10 @@ class LLM(Owner):
         self.name = name or str(path)
         self.draft_name = draft_name or str(draft) if draft is not None else LOOKUP if lookup else None
         self.policy = preset(policy or ("flash-ar" if self.draft_name is None else "lever"))
-        guesses = self.draft_name is not None
-        self.settings = replace(settings, n_tree=TREE_ROWS, n_logits=LOGITS) if guesses else settings
+        self.settings = settings
         if self.policy.drafts and draft is None and not (lookup and self.policy.adaptive):
             raise UsageError(f"the preset {self.policy.name} needs a draft: give a model with --draft")
-        self.gguf, self.config, self.tokenizer, self._companion = _read(path, self.settings, draft)
+        self.gguf, self.config, self.tokenizer, self._companion = _read(path, self._with_trees(settings), draft)
         self.foretold: Foretold | None = None  # what the engine, made at the first answer, knows beforehand
         self._loaded: LoadedModel | None = None
 
@@ -93,7 +92,11 @@ class LLM(Owner):
         gc.collect()  # the header's lists, before the plan counts the memory in use
         settings = settings or self.settings
         beside = _beside(self._companion if draft else None, rss_bytes())
-        return plan(load(), self.gguf, self.config, settings if draft else replace(settings, n_tree=0), beside)
+        return plan(load(), self.gguf, self.config, self._with_trees(settings) if draft else settings, beside)
+
+    def _with_trees(self, settings: ModelSettings) -> ModelSettings:
+        """With room for trees, where anything guesses."""
+        return settings if self.draft_name is None else replace(settings, n_tree=TREE_ROWS, n_logits=LOGITS)
 
     @property
     def companion(self) -> Companion | None:
@@ -108,7 +111,7 @@ class LLM(Owner):
         if self._loaded is None:
             gc.collect()
             release_unused()
-            settings, python = settings or self.settings, rss_bytes()
+            settings, python = self._with_trees(settings or self.settings), rss_bytes()
             beside = _beside(self._companion, python)
             plan(load(), self.gguf, self.config, settings, beside)  # before the draft is loaded: it may not fit
             if self._companion is not None:

@@ -29,10 +29,7 @@ def _option(*names: str, value: str, help: str, panel: str = COMPARING, **more: 
 
 
 def bench(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo."),
-    ] = DEFAULT_MODEL,
+    model: o.ModelArgument = DEFAULT_MODEL,
     presets: Annotated[
         str, _option("--presets", value="A,B,...", help="Names as for lever run --preset.")
     ] = DEFAULT_PRESETS,
@@ -71,9 +68,9 @@ def bench(
     dram: o.Dram = "auto",
     pin: o.Pin = None,
     ctx_size: o.CtxSize = None,
-    batch_size: o.BatchSize = 512,
+    batch_size: o.BatchSize = o.BATCH_SIZE,
     threads: o.ThreadCount = None,
-    ring: o.Ring = 3,
+    ring: o.Ring = o.RING,
     no_image: o.NoImage = False,
     no_profile: o.NoProfile = False,
     draft: o.Draft = o.AUTO,
@@ -115,7 +112,6 @@ def bench(
     """
     from lever.bench import Request, limited, read_prompts
     from lever.cli.comparing import Asked, Cage, Output, compare
-    from lever.loader import ModelSettings
     from lever.memory import parse_size
     from lever.settings import SamplerSettings
 
@@ -136,14 +132,7 @@ def bench(
         peer=peer is not None,
         cage=Cage(words=peer_cage, nbytes=parse_size(peer_cage)) if peer_cage is not None else None,
     )
-    settings = ModelSettings(
-        dram=parse_size(dram),
-        pin_percent=pin,
-        n_ctx=ctx_size,
-        n_batch=batch_size,
-        n_threads=o.thread_count(threads),
-        n_slots=ring,
-    )
+    settings = o.model_settings(dram, threads, ring, pin=pin, ctx_size=ctx_size, batch_size=batch_size)
     sampler = SamplerSettings(temperature=temperature, seed=secrets.randbits(32) if seed == -1 else seed)
     output = Output(json=json_file, to_stdout=str(json_file) == STDIN, plot=plot, offline=offline, quiet=quiet)
     raise typer.Exit(compare(asked, settings, Request(max_new_tokens=max_tokens, sampler=sampler), output))

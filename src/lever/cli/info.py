@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from lever.cli import options as o
 from lever.cli.console import bar, printable, write_json, write_table
@@ -20,10 +18,7 @@ if TYPE_CHECKING:
 
 
 def info(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo."),
-    ] = DEFAULT_MODEL,
+    model: o.ModelArgument = DEFAULT_MODEL,
     json_output: o.Json = False,
     offline: o.Offline = False,
 ) -> None:

@@ -9,14 +9,18 @@ import logging
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from lever.loader import ModelSettings
 
 PROMPT, MEMORY, SAMPLING, OUTPUT = "Prompt", "Memory and speed", "Sampling", "Options"
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 SWITCH = ""  # in the place of a value's name
 AUTO, NONE = "auto", "none"  # in the place of a draft's name
+BATCH_SIZE, RING = 512, 3
 
 
 class Layout(StrEnum):
@@ -57,6 +61,33 @@ def thread_count(asked: int | None) -> int:
     return len(performance_cores()) if asked is None else asked
 
 
+def model_settings(
+    dram: str,
+    threads: int | None,
+    ring: int,
+    *,
+    pin: float | None = None,
+    ctx_size: int | None = None,
+    batch_size: int = BATCH_SIZE,
+    tree_attention: TreeAttention = TreeAttention.exact,
+    layout: Layout = Layout.auto,
+) -> ModelSettings:
+    """What the flags about memory and speed say; those that a verb has not are left as they are. Errors as there."""
+    from lever.loader import ModelSettings
+    from lever.memory import parse_size
+
+    return ModelSettings(
+        dram=parse_size(dram),
+        pin_percent=pin,
+        n_ctx=ctx_size,
+        n_batch=batch_size,
+        n_threads=thread_count(threads),
+        n_slots=ring,
+        tree_attention=tree_attention.value,
+        layout=layout.value,
+    )
+
+
 def _stop_in_environment() -> list[str]:
     """LEVER_STOP is one text with its spaces; typer would cut it at them."""
     text = os.environ.get(variable("--stop"))
@@ -68,6 +99,10 @@ def _speak_up(verbose: bool) -> None:
         logging.getLogger("lever").setLevel(logging.INFO)
 
 
+ModelArgument = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo."),
+]
 ModelFlag = Annotated[
     str | None,
     _flag(PROMPT, "-m", "--model", value="MODEL", help=f"The model, if not the first word. {_otherwise('demo')}"),

@@ -37,9 +37,7 @@ class ImageLayout(StrEnum):
 
 
 def pack(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo.")
-    ] = DEFAULT_MODEL,
+    model: o.ModelArgument = DEFAULT_MODEL,
     out: Annotated[
         Path | None,
         typer.Option("-o", "--out", metavar="FILE", help="Where to write it. [dim]\\[default: lever's cache][/dim]"),

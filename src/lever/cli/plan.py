@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -21,16 +21,13 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo."),
-    ] = DEFAULT_MODEL,
+    model: o.ModelArgument = DEFAULT_MODEL,
     dram: o.Dram = "auto",
     pin: o.Pin = None,
     ctx_size: o.CtxSize = None,
-    batch_size: o.BatchSize = 512,
+    batch_size: o.BatchSize = o.BATCH_SIZE,
     threads: o.ThreadCount = None,
-    ring: o.Ring = 3,
+    ring: o.Ring = o.RING,
     no_image: o.NoImage = False,
     no_profile: o.NoProfile = False,
     draft: o.Draft = o.AUTO,
@@ -51,17 +48,8 @@ def plan(
     """
     from lever.cli.opening import Wanted, open_llm
     from lever.errors import DoesNotFit
-    from lever.loader import ModelSettings
-    from lever.memory import parse_size
 
-    settings = ModelSettings(
-        dram=parse_size(dram),
-        pin_percent=pin,
-        n_ctx=ctx_size,
-        n_batch=batch_size,
-        n_threads=o.thread_count(threads),
-        n_slots=ring,
-    )
+    settings = o.model_settings(dram, threads, ring, pin=pin, ctx_size=ctx_size, batch_size=batch_size)
     wanted = Wanted(model, o.NONE if no_draft else draft, None, not no_image, offline, quiet)
     # A model that does not fit is refused when it is opened; here it is told what would be needed.
     with bar(quiet=quiet) as progress, open_llm(wanted, settings, progress, ample=True) as llm:
@@ -78,14 +66,11 @@ def _planned(
     llm: LLM, settings: ModelSettings, progress: Bar, wanted: Wanted, *, use_profile: bool
 ) -> Outlook | Shortage:
     """The run, or why there is none. A draft that nobody named is left out where it has no room, as in a run."""
-    from dataclasses import replace
-
     from lever.cli.opening import NO_ROOM, find_pair, find_profile, without_draft
     from lever.errors import DoesNotFit
     from lever.planner import fits, outlook, shortage
 
     progress.start(None, "planning")
-    settings = replace(settings, n_tree=llm.settings.n_tree)
     with_draft = llm.companion is not None
     if with_draft and wanted.draft == o.AUTO and not fits(llm, settings, draft=True):
         with_draft = False

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 def profile(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo."),
-    ] = DEFAULT_MODEL,
+    model: o.ModelArgument = DEFAULT_MODEL,
     storage: Annotated[
         Path | None,
         typer.Option(
@@ -44,7 +41,7 @@ def profile(
     ] = None,
     dram: o.Dram = "auto",
     threads: o.ThreadCount = None,
-    ring: o.Ring = 3,
+    ring: o.Ring = o.RING,
     no_image: o.NoImage = False,
     draft: o.Draft = o.AUTO,
     no_draft: o.NoDraft = False,
@@ -63,18 +60,12 @@ def profile(
     """
     from lever.cli.opening import Wanted, open_llm, steps_of
     from lever.cost import doubts
-    from lever.loader import ModelSettings
-    from lever.memory import parse_size
     from lever.plots import draw_profile, require_matplotlib
     from lever.profile import FULL, QUICK, identity_of, keep, keep_pair, measure
 
     if plot is not None:
         require_matplotlib(plot)
-    settings = ModelSettings(
-        dram=parse_size(dram),
-        n_threads=o.thread_count(threads),
-        n_slots=ring,
-    )
+    settings = o.model_settings(dram, threads, ring)
     wanted = Wanted(model, o.NONE if no_draft or storage else draft, None, not no_image, offline, quiet)
     scope = QUICK if quick else FULL
     with bar(quiet=quiet) as progress, open_llm(wanted, settings, progress) as llm:

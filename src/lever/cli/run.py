@@ -36,9 +36,9 @@ def run(
     dram: o.Dram = "auto",
     pin: o.Pin = None,
     ctx_size: o.CtxSize = None,
-    batch_size: o.BatchSize = 512,
+    batch_size: o.BatchSize = o.BATCH_SIZE,
     threads: o.ThreadCount = None,
-    ring: o.Ring = 3,
+    ring: o.Ring = o.RING,
     layout: o.LayoutFlag = o.Layout.auto,
     no_image: o.NoImage = False,
     no_profile: o.NoProfile = False,
@@ -76,20 +76,18 @@ def run(
     """
     from lever.cli.answer import Output, Question, answer
     from lever.llm import GenerationSettings
-    from lever.loader import ModelSettings
-    from lever.memory import parse_size
     from lever.settings import SamplerSettings
 
     reference, source = choose(first, second, model, prompt, file, typed=_typed(context, "model", "prompt", "file"))
-    settings = ModelSettings(
-        dram=parse_size(dram),
-        pin_percent=pin,
-        n_ctx=ctx_size,
-        n_batch=batch_size,
-        n_threads=o.thread_count(threads),
-        n_slots=ring,
-        tree_attention=tree_attention.value,
-        layout=layout.value,
+    settings = o.model_settings(
+        dram,
+        threads,
+        ring,
+        pin=pin,
+        ctx_size=ctx_size,
+        batch_size=batch_size,
+        tree_attention=tree_attention,
+        layout=layout,
     )
     request = GenerationSettings(
         sampler=SamplerSettings(
