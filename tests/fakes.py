@@ -297,7 +297,8 @@ class ScriptedTarget:
 
 
 class ScriptedDraft:
-    """In the place of a Draft: its candidates behind a text are `guess(text)`, and a step takes `step_s`.
+    """In the place of a Draft: its candidates behind a text are `guess(text)`; a step takes `step_s`, a token of the
+    text that it has to read `read_s`.
 
     It keeps books as a draft does, and finds an engine out that mixes up what has become of its tree.
     """
@@ -308,6 +309,7 @@ class ScriptedDraft:
         clock: FakeClock | None = None,
         *,
         step_s: float = 0.01,
+        read_s: float = 0.0001,
         n_ctx: int = 1 << 12,
         room: int = 26,
     ) -> None:
@@ -317,16 +319,15 @@ class ScriptedDraft:
         self.n_begun = self.n_first = self.n_steps = self.n_beside = 0  # n_first: begun with a tree of its root alone
         self.in_step = False
         self.before_step: Callable[[], None] = lambda: None
-        self._guess, self._clock, self._step_s = guess, clock or FakeClock(), step_s
+        self._guess, self._clock, self._step_s, self._read_s = guess, clock or FakeClock(), step_s, read_s
         self._paths: list[tuple[int, ...]] = []  # of each slot
 
     def read(self, text: Sequence[int], after_part: Callable[[], None] = lambda: None) -> None:
         self._paths.clear()
+        self._clock.took(self._read_s * self.behind(text))
         self.text = list(text[:2])
-        self._clock.took(self._step_s)
         after_part()
         self.text = list(text)
-        self._clock.took(self._step_s)
         after_part()
 
     def behind(self, text: Sequence[int]) -> int:
@@ -339,6 +340,7 @@ class ScriptedDraft:
             assert self.text == text
             return
         self.n_first += 1
+        self._clock.took(self._read_s * self.behind(text))
         self._paths.clear()
         self.text = list(text)
         tree.expand(0, IN_TEXT, self._candidates((), trust))

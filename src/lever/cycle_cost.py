@@ -95,13 +95,13 @@ class CycleCost:
         self._foresight = Foresight(foretold)
         self._compute: dict[int, Times] = {}  # by threads
         self._last: dict[int, int] = {}  # pass that had so many threads
-        self._n_passes = 0
+        self._n_passes, self._knows_plain = 0, foretold is not None
         self._most_threads = n_threads
         self._draft, self._last_draft = self._new_draft_table(), 0  # and the pass before it
         self._read, self._rest = Average(self._foresight.read_s), Average(self._foresight.rest_s)
         self._passes: dict[int, tuple[int, float]] = {}  # by rows, as far as asked since the last one: threads, seconds
         self._wait, self._pause, self._trying = FIRST_TRIAL, FIRST_PAUSE, False
-        self._project = Line(WIDER)
+        self._project, self._reading = Line(WIDER), Average()
         project_s = self._foresight.project_s(self.project_threads[0])
         if project_s is not None:
             self._project.observe(1, project_s)
@@ -121,9 +121,17 @@ class CycleCost:
         """Whether there was one yet, or one was foretold."""
         return self._read.value is not None
 
+    @property
+    def must_be_plain(self) -> bool:
+        """Whether nobody knows what a plain pass takes where it may be faster than guessing: where it does not wait for
+        reads, which take as long whatever is guessed.
+        """
+        return not self._knows_plain and (self._read.value or 0.0) < self._compute_s(1, self.threads(1))
+
     def observe_pass(self, rows: int, seconds: float, compute_s: float, read_s: float, threads: int = 1) -> None:
         """A pass over the target's layers: its time, that inside ggml, and that with reads in flight."""
         self._n_passes += 1
+        self._knows_plain |= rows == 1
         self._passes.clear()
         self._last[threads] = self._n_passes
         self._compute.setdefault(threads, self._foresight.compute(threads)).observe(rows, compute_s)
@@ -153,6 +161,10 @@ class CycleCost:
         self._last_draft = self._n_passes
         self._draft.observe(nodes, seconds)
 
+    def observe_reading(self, tokens: int, seconds: float) -> None:
+        """The draft has read so many tokens that it did not say itself."""
+        self._reading.observe(seconds / tokens)
+
     def observe_project(self, rows: int, seconds: float) -> None:
         """So many rows through the output projection."""
         self._project.observe(rows, seconds)
@@ -179,6 +191,10 @@ class CycleCost:
     def draft_s(self, nodes: int) -> float:
         """Of a draft step that expands so many nodes."""
         return self._draft.seconds(nodes)
+
+    def reading_s(self, tokens: int = 1) -> float:
+        """Of so many tokens that the draft has to read, many at once."""
+        return tokens * (self._reading.value or 0.0)
 
     def project_s(self, rows: int = 1) -> float:
         """Of the logits of so many rows at once."""

@@ -34,7 +34,6 @@ Draw = Callable[[NDArray[np.float32], Sequence[int], int], int]
 # largest change of a gap that was seen on the demo (docs/log.md).
 NEAR_TIE = 0.3
 FinishReason = Literal["stop", "length"]
-READING = 0.6  # of the time of a draft step with as many rows: text that a draft reads needs no logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ class Engine:
         limit = n_ctx if max_new_tokens is None else min(n_ctx, len(prompt) + max_new_tokens)
         trace = Trace(self._model, self._store, on_cycle)
         run = _Run(self._requests[0], tokens, draw, end_tokens, limit, temperature, stats, cancelled, trace)
-        if run.room > 2 and (self._worth.guessing or not self._policy.adaptive):
+        if run.room > 2:
             self._read_by_draft(run)
         figures = Figures(self._model, self._store, stats)
         step = run.step(logits, exact=self._model.kv.in_order)
@@ -166,17 +165,26 @@ class Engine:
         """What may follow: the tree as the draft has grown it, or what the text itself says, where that promises more.
         The second says whether it is the text's.
         """
+        if self._policy.adaptive and self._cost.must_be_plain:
+            return DraftTree.rooted_at(run.tokens[-1]), False
         if match is not None:
             chain = tree_of(match, run.tokens[-1], self._matches.share(match.length))
             if self._promises_more(run, chain):
                 return chain, True
         if self._draft is not None and self._policy.drafts and run.room > 1:
-            if self._worth.guessing or not self._policy.adaptive:
+            if self._worth_drafting(run, self._draft):
                 self._grow(run, tree, self._draft)
             else:
                 self._worth.wait()
                 return DraftTree.rooted_at(run.tokens[-1]), False
         return tree, False
+
+    def _worth_drafting(self, run: _Run, draft: Draft) -> bool:
+        """Whether it has paid so far, or is worth another try: for which the draft has to read what it missed."""
+        if not self._policy.adaptive:
+            return True
+        passes = self._cost.reading_s(draft.behind(run.tokens)) / (self._cost.pass_s(1) or 1.0)
+        return self._worth.guessing and self._worth.can_afford(passes)
 
     def _promises_more(self, run: _Run, chain: DraftTree) -> bool:
         """Whether a chain from the text brings more tokens a second than what would be done without it."""
@@ -192,18 +200,20 @@ class Engine:
         drafted = self._worth.tokens_per_s
         if drafted is None:
             return False
-        # The draft will have to read what it did not say itself.
-        read_s = READING * cost.draft_s(self._draft.model.shape.n_logits) / self._draft.model.shape.n_logits
-        return 1 / (1 / promised + read_s) > drafted
+        return 1 / (1 / promised + cost.reading_s()) > drafted  # the draft will have to read what it did not say
 
     def _grow(self, run: _Run, tree: DraftTree, draft: Draft) -> None:
         """Draft while the policy says that it pays."""
         if len(run.tokens) > draft.model.shape.n_ctx:
             return
         started, trust = time.perf_counter(), self._reliability.value
-        reads = draft.behind(run.tokens) > draft.model.shape.n_logits  # what was no guess of its own
+        behind = draft.behind(run.tokens)
+        reads = behind > draft.model.shape.n_logits  # what was no guess of its own
         draft.model.n_threads = (self._layer_threads if reads else self._draft_threads).count
         draft.begin(tree, run.tokens, run.temperature, trust)
+        if reads:  # all but the root, which is a step like others
+            step_s = self._cost.draft_s(1)
+            self._cost.observe_reading(behind - 1, max(time.perf_counter() - started - step_s, 0.0))
         while True:
             run.drafted_s = time.perf_counter() - started
             nodes = self._policy.grow(self._situation(run, tree))[: draft.room]
@@ -378,10 +388,15 @@ class Engine:
         draft = self._draft
         if draft is None or not self._policy.drafts or len(run.tokens) >= draft.model.shape.n_ctx:
             return
-        started = time.perf_counter()
+        if not self._worth_drafting(run, draft):
+            return
+        started, behind = time.perf_counter(), draft.behind(run.tokens)
         draft.model.n_threads = self._layer_threads.count
         draft.read(run.tokens, lambda: _stop_if(run.cancelled))
-        run.stats.prefill_s += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        if behind > draft.model.shape.n_logits:
+            self._cost.observe_reading(behind, seconds)
+        run.stats.prefill_s += seconds
 
     def _prefill(
         self,

@@ -43,8 +43,8 @@ class Times(Protocol):
 class Line:
     """A line by least squares, the later observations counting more; neither it nor its slope is below zero.
 
-    While one number of rows was seen only, `beyond` is the share of what proportion says that more rows add: under 1,
-    what is cheap to try is tried sooner.
+    One row stands apart, since kernels take it apart: it is on no line with others. While one number of rows was seen,
+    `beyond` is the share of what proportion says that more rows add: under 1, what is cheap to try is tried sooner.
     """
 
     def __init__(self, beyond: float = 1.0) -> None:
@@ -52,7 +52,13 @@ class Line:
         self._weight = self._rows = self._seconds = 0.0  # their sum, and means
         self._square = self._product = 0.0  # weighted sums of deviations from the means
         self._slope: float | None = None
+        self._one = Average()
         self.n_seen = 0
+
+    @property
+    def knows_one(self) -> bool:
+        """Whether one row was seen."""
+        return self._one.value is not None
 
     @property
     def knows_slope(self) -> bool:
@@ -61,9 +67,12 @@ class Line:
 
     def observe(self, rows: int, seconds: float) -> None:
         """So many rows took so long."""
-        if self._weight:
+        if self.knows_one if rows == 1 else self._weight:
             seconds = min(seconds, CREDIBLE * self.seconds(rows))
         self.n_seen += 1
+        if rows == 1:
+            self._one.observe(seconds)
+            return
         self._weight = KEPT * self._weight + 1.0
         off_rows, off_seconds = rows - self._rows, seconds - self._seconds
         self._rows += off_rows / self._weight
@@ -75,11 +84,15 @@ class Line:
 
     def seconds(self, rows: int) -> float:
         """What so many rows will take; 0 while nothing is known."""
+        one = self._one.value
         if not self._weight:
-            return 0.0
-        in_proportion = self._seconds / self._rows
-        slope = self._beyond * in_proportion if self._slope is None else min(max(self._slope, 0.0), in_proportion)
-        return self._seconds + slope * (rows - self._rows)
+            return 0.0 if one is None else one * (1 + self._beyond * (rows - 1))
+        if rows == 1 and one is not None:
+            return one
+        in_proportion, slope = self._seconds / self._rows, self._slope
+        if slope is None:
+            slope = self._beyond * in_proportion if one is None else (self._seconds - one) / (self._rows - 1)
+        return max(self._seconds + min(max(slope, 0.0), in_proportion) * (rows - self._rows), one or 0.0)
 
 
 class Scaled:
@@ -99,7 +112,7 @@ class Scaled:
 
     def seconds(self, rows: int) -> float:
         """What so many rows will take."""
-        if self._line.n_seen >= ENOUGH and self._line.knows_slope:
+        if self._line.n_seen >= ENOUGH and (self._line.knows_one if rows == 1 else self._line.knows_slope):
             return self._line.seconds(rows)
         return through(self._foretold, rows) * (1.0 if self._level.value is None else self._level.value)
 

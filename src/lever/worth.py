@@ -4,7 +4,9 @@ from __future__ import annotations
 
 PRIOR, KEPT = 4.0, 0.95  # nodes that a draft is believed for, and what is kept of those seen with each more
 LEAST_TRUST = 0.01  # never nothing: a product of it must stay above zero, and be divided by
-ENOUGH, LATER = 3, 0.8  # cycles before guessing is given up, and what is kept of those seen with each more
+MOST_LOSS, CREDIT = 1.5, 4.0  # plain passes that guessing may lose at first, and that it can have gained before
+TRY = 0.03  # of the time without guessing: what a try may cost before it brings anything
+LATER = 0.8  # what is kept of cycles seen with each more
 FIRST_PAUSE, LAST_PAUSE = 8, 256  # cycles without guessing, doubled each time that it still does not pay
 
 
@@ -32,13 +34,17 @@ class Reliability:
 
 
 class Worth:
-    """Whether guessing ahead has paid, by what cycles took and brought. Where it has not, it pauses and tries again."""
+    """Whether guessing ahead pays, by what cycles took and brought. Where it has lost, it pauses and tries again.
+
+    What cycles lose and gain, in plain passes, is added up. At first a loss of MOST_LOSS is enough to pause, later a
+    credit of CREDIT at most is lost before; a try after a pause must not lose at all.
+    """
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
-        self._n = 0
+        self._loss = 0.0  # below zero: a credit
         self._pause, self._wait = FIRST_PAUSE, 0
-        self._enough = ENOUGH
+        self._skipped = 0
 
     @property
     def guessing(self) -> bool:
@@ -50,19 +56,25 @@ class Worth:
         """Of cycles that guessed, the later ones counting more; None before there were any."""
         return self._tokens / self._seconds if self._seconds else None
 
+    def can_afford(self, passes: float) -> bool:
+        """Whether a try may cost so many plain passes before it brings anything: a small share of those without a guess
+        since the last one. Always, where guessing has not lost.
+        """
+        return self._loss < MOST_LOSS or passes <= TRY * self._skipped
+
     def observe(self, tokens: int, seconds: float, plain_s: float) -> None:
         """A cycle that guessed brought so many tokens in so long; a plain one takes `plain_s` for its one."""
         self._tokens = LATER * self._tokens + tokens
         self._seconds = LATER * self._seconds + seconds
-        self._n += 1
-        if self._n < self._enough:
-            return
-        if self._tokens * plain_s < self._seconds:
+        self._loss = max(self._loss + seconds / plain_s - tokens, -CREDIT) if plain_s else 0.0
+        if self._loss > MOST_LOSS:
             self._wait, self._pause = self._pause, min(2 * self._pause, LAST_PAUSE)
-            self._tokens, self._seconds, self._n, self._enough = 0.0, 0.0, 0, 1
-        else:
-            self._pause, self._enough = FIRST_PAUSE, ENOUGH
+            self._tokens = self._seconds = 0.0
+            self._loss, self._skipped = MOST_LOSS, 0
+        elif self._loss <= 0:
+            self._pause = FIRST_PAUSE
 
     def wait(self) -> None:
         """A cycle did not guess."""
         self._wait = max(self._wait - 1, 0)
+        self._skipped += 1

@@ -239,3 +239,26 @@ def test_a_draft_gets_the_fewest_threads_that_are_as_good_and_none_that_were_far
     steps: dict[int, Observations], most: int, threads: tuple[int, int]
 ) -> None:
     assert CycleCost(most, foretold(draft=steps)).draft_threads == threads
+
+
+# --- plain passes -------------------------------------------------------------------------------------------
+
+
+def test_a_plain_pass_is_wanted_first_where_nobody_knows_it_and_reads_are_not_the_limit() -> None:
+    """What passes over many rows take tells little of it, and with all in memory it may be faster than any guess."""
+    cost = CycleCost(2)
+    cost.observe_prefill(64, compute_s=1.0, read_s=0.0, threads=2)
+    assert cost.must_be_plain
+    cost.observe_pass(1, 0.05, 0.05, 0.0, threads=2)
+    assert not cost.must_be_plain
+    for _ in range(5):
+        cost.observe_pass(16, 0.3, 0.3, 0.0, threads=2)
+        cost.observe_pass(8, 0.2, 0.2, 0.0, threads=2)
+    assert cost.pass_s(1) == pytest.approx(0.05)
+
+
+def test_no_plain_pass_is_wanted_where_reads_take_longer_anyway_or_all_was_foretold() -> None:
+    cost = CycleCost(2)
+    cost.observe_prefill(64, compute_s=1.0, read_s=0.4, threads=2)
+    assert not cost.must_be_plain
+    assert not CycleCost(2, foretold(read_s=0.0)).must_be_plain

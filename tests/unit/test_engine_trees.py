@@ -315,6 +315,16 @@ def test_a_dear_draft_that_is_sure_and_wrong_is_left_and_tried_again_later() -> 
     assert run.clock.now < 1.05 * plain.clock.now
 
 
+def test_a_draft_that_would_have_to_read_much_is_not_tried_again() -> None:
+    """A tenth of a plain pass for each token that came without it: every try would cost as much as that share."""
+    language = free(7)
+    run = Run(language, preset("lever"), boasting(language), draft_options={"step_s": 0.5, "read_s": 0.1})
+    plain = Run(language, preset("flash-ar"))
+    assert run.answer(400) == plain.answer(400)
+    assert len(run.drafted_cycles) <= 2
+    assert run.clock.now < 1.03 * plain.clock.now
+
+
 def test_a_draft_that_has_become_right_is_used_again() -> None:
     """As where a text comes to what it knows: after 150 tokens of nonsense."""
     language = free(8)
@@ -452,14 +462,14 @@ def test_an_answer_given_up_in_a_pass_ends_the_drafting_beside_it() -> None:
 @pytest.mark.parametrize("name", DRAFTING)
 def test_the_draft_reads_the_prompt_before_the_first_token_and_that_is_prefill(name: str) -> None:
     language = free(15)
-    run = Run(language, preset(name), knowing(language, 0.9), draft_options={"step_s": 0.25})
+    run = Run(language, preset(name), knowing(language, 0.9), draft_options={"read_s": 0.05})
     assert run.draft is not None
     with run.clock.on_the_wall():
         steps = run.steps(20)
         next(steps)
         assert run.draft.text == PROMPT
         assert (run.draft.n_begun, run.stats.draft_s, run.stats.decode_s) == (0, 0.0, 0.0)
-        assert run.stats.prefill_s == pytest.approx(1.0 + 0.01 + 2 * 0.25)
+        assert run.stats.prefill_s == pytest.approx(1.0 + 0.01 + 0.05 * len(PROMPT))
         list(steps)
 
 

@@ -50,6 +50,17 @@ def test_a_line_that_has_seen_nothing_says_so() -> None:
     assert Line().seconds(1) == Line().seconds(100) == 0.0
 
 
+def test_one_row_is_on_no_line_with_others() -> None:
+    """Kernels for one row read weights as fast as memory gives them; what four rows take tells nothing of it."""
+    line = line_of((8, 0.20), (16, 0.30), (1, 0.04), (12, 0.25))
+    assert [line.seconds(rows) for rows in (1, 8, 12, 20)] == pytest.approx([0.04, 0.20, 0.25, 0.35])
+
+
+@pytest.mark.parametrize(("beyond", "seconds"), [(1.0, 0.4), (0.5, 0.25)])
+def test_with_one_row_seen_only_others_go_by_it(beyond: float, seconds: float) -> None:
+    assert line_of((1, 0.1), (1, 0.1), beyond=beyond).seconds(4) == pytest.approx(seconds)
+
+
 @pytest.mark.parametrize(("beyond", "seconds"), [(1.0, 2.0), (0.5, 1.5), (0.0, 1.0)])
 def test_with_one_number_of_rows_seen_others_go_in_proportion_or_a_share_of_it(beyond: float, seconds: float) -> None:
     line = line_of((4, 1.0), (4, 1.0), beyond=beyond)
@@ -144,6 +155,15 @@ def test_outside_of_the_points_it_is_proportion_before_and_the_last_line_beyond(
 
 def test_a_shape_that_was_foretold_wrongly_gives_way_to_what_many_passes_show() -> None:
     times = Scaled({1: 0.01, 16: 1.6})
+    for rows in (4, 12, 16, 8, 1) * 20:
+        times.observe(rows, 0.1 + 0.02 * rows)
+    assert [times.seconds(rows) for rows in (1, 10, 24)] == pytest.approx([0.12, 0.3, 0.58], rel=0.1)
+
+
+def test_what_one_row_takes_is_as_foretold_until_it_is_seen() -> None:
+    times = Scaled({1: 0.05, 16: 0.4})
     for rows in (4, 12, 16, 8) * 3:
         times.observe(rows, 0.1 + 0.02 * rows)
-    assert [times.seconds(rows) for rows in (1, 10, 24)] == pytest.approx([0.12, 0.3, 0.58])
+    assert times.seconds(1) == pytest.approx(0.05, rel=0.5)
+    times.observe(1, 0.04)
+    assert times.seconds(1) == pytest.approx(0.04)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lever.worth import ENOUGH, FIRST_PAUSE, LAST_PAUSE, LEAST_TRUST, Reliability, Worth
+from lever.worth import CREDIT, FIRST_PAUSE, LAST_PAUSE, LEAST_TRUST, MOST_LOSS, TRY, Reliability, Worth
 
 # --- reliability --------------------------------------------------------------------------------------------
 
@@ -94,11 +94,34 @@ def test_guessing_that_pays_goes_on() -> None:
 
 
 def test_guessing_that_does_not_pay_pauses_after_a_few_cycles_and_for_longer_each_time() -> None:
-    cycles = Cycles().run(1000, tokens=1, seconds=2.0)
-    assert cycles.guessed[: ENOUGH + 1] == [True] * ENOUGH + [False]
+    cycles = Cycles().run(1000, tokens=1, seconds=2.0)  # each loses one plain pass
+    enough = int(MOST_LOSS) + 1
+    assert cycles.guessed[: enough + 1] == [True] * enough + [False]
     doubled = [FIRST_PAUSE << n for n in range(6)]
     assert cycles.pauses[:-1] == [*doubled, LAST_PAUSE]
-    assert sum(cycles.guessed) == ENOUGH + len(doubled) + 1
+    assert sum(cycles.guessed) == enough + len(doubled) + 1  # one for each try
+
+
+def test_the_less_a_cycle_loses_the_more_of_them_are_tried() -> None:
+    tried = [Cycles().run(40, tokens=1, seconds=1 + loss).guessed.index(False) for loss in (2.0, 0.75, 0.25)]
+    assert tried == [1, 3, 7]
+
+
+def test_what_was_gained_before_may_be_lost_again() -> None:
+    cycles = Cycles().run(50, tokens=4, seconds=2.0).run(30, tokens=1, seconds=2.0)
+    assert cycles.guessed.index(False) == 50 + int(CREDIT + MOST_LOSS) + 1
+
+
+def test_a_try_must_be_cheap_beside_what_was_plain_since() -> None:
+    worth = Worth()
+    assert worth.can_afford(100.0)  # it has not lost yet
+    worth.observe(1, 3.0, 1.0)
+    while not worth.guessing:
+        worth.wait()
+    assert worth.can_afford(TRY * FIRST_PAUSE)
+    assert not worth.can_afford(TRY * FIRST_PAUSE + 0.01)
+    worth.observe(9, 1.0, 1.0)
+    assert worth.can_afford(100.0)
 
 
 def test_one_bad_cycle_among_good_ones_is_no_reason_to_pause() -> None:
