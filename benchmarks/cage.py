@@ -1,79 +1,85 @@
-"""lever against llama.cpp by mmap, both in the same memory cage, in turn.
+"""lever against llama.cpp by mmap, each in a memory cage of the same size, in turn, prompt by prompt.
 
-    python -m benchmarks.cage [MODEL] [--limit 1000MB] [--rounds 5] [--json FILE]
+    python -m benchmarks.cage [MODEL] [--limit 1000MB] [--draft NAME|none] [--prompts FILE] [-n 64] [--json FILE]
 
-Needs root (control groups). Greedy, decode phase only, the same prompt and number of tokens.
+Needs root (control groups). Greedy, decode phase only, both with the same draft, on as many threads as lever takes.
+Each answer is that of a process of its own, so that neither has anything in memory from the one before.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean
+from typing import Any
 
 from tests.cage import run_caged
 
+from lever.bench import Prompt, Request, limited, read_prompts
+from lever.llm import LLM
+from lever.loader import ModelSettings
+from lever.machine import performance_cores
 from lever.memory import format_size, parse_size
 from lever.models import resolve
+from lever.peer import DRAFT_ROOM, LLAMA_CPP, LlamaCpp, PeerModel
+from lever.settings import SamplerSettings
 
-PROMPT = "Explain how a steam engine works."
-
-
-def lever(path: Path, limit: int, n_tokens: int) -> float:
-    """Tokens per second of `lever run` with a budget of 95 % of the cage."""
-    command = [sys.executable, "-m", "lever", "run", str(path), "--raw", "-p", PROMPT, "--json", "-q", "-c", "1024"]
-    command += ["-n", str(n_tokens), "--temp", "0", "--ignore-eos", "--dram", str(limit * 95 // 100)]
-    document = json.loads(_run(command, limit, path))
-    return float(document["stats"]["tokens_per_s"])
+N_CTX = 1024
+OF_CAGE = 0.95  # that lever is told it may take
 
 
-def llama_cpp(path: Path, limit: int, n_tokens: int) -> float:
-    """Tokens per second of llama.cpp, with the file mapped."""
-    command = [sys.executable, "-m", "benchmarks.llama_cpp", str(path), "-p", PROMPT, "-n", str(n_tokens)]
-    return float(json.loads(_run(command, limit, path))["tokens_per_s"])
-
-
-def _run(command: list[str], limit: int, path: Path) -> str:
-    _drop_page_cache(path)
-    caged = run_caged(command, limit, timeout_s=600)
+def lever(args: argparse.Namespace, prompt: Prompt, limit: int) -> dict[str, Any]:
+    """Figures of `lever run` in a cage."""
+    command = [sys.executable, "-m", "lever", "run", args.model, prompt.text, "--json", "-q", "-c", str(N_CTX)]
+    command += ["-n", str(args.n), "--temp", "0", "--dram", str(int(limit * OF_CAGE)), "--draft", args.draft]
+    caged = run_caged(command, limit, timeout_s=900)
     if caged.process.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} ended with {caged.process.returncode}: {caged.process.stderr[-500:]}")
-    return caged.process.stdout
+        raise SystemExit(f"lever ended with {caged.process.returncode}: {caged.process.stderr[-500:]}")
+    figures: dict[str, Any] = json.loads(caged.process.stdout)["stats"]
+    return figures
 
 
-def _drop_page_cache(path: Path) -> None:
-    """What is cached already is charged to nobody in the cage, and would be memory beyond its limit."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
+def llama_cpp(model: PeerModel, prompt: Sequence[int], n_tokens: int, limit: int) -> dict[str, object]:
+    """Figures of llama.cpp in a cage, the files mapped."""
+    request = Request(max_new_tokens=n_tokens, sampler=SamplerSettings(temperature=0.0, seed=0))
+    with LlamaCpp(LLAMA_CPP, model, request, limit) as peer:
+        peer.wait()
+        return peer.answer(prompt).stats.to_dict()
 
 
 def main() -> None:
-    """Measure in turn, print medians and their ratio, write JSON."""
+    """Measure in turn, print a line for each prompt and the ratio, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--limit", default="1000MB")
-    parser.add_argument("--tokens", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--draft", default="demo-draft")
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--per-domain", type=int, default=1)
+    parser.add_argument("-n", type=int, default=64)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    path, limit = resolve(args.model).path, parse_size(args.limit)
-    ours, theirs = [], []
-    for _ in range(args.rounds):
-        ours.append(lever(path, limit, args.tokens))
-        theirs.append(llama_cpp(path, limit, args.tokens))
-    ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
-    print(f"cage of {format_size(limit)}: lever {median(ours):.2f} tokens/s, llama.cpp by mmap {median(theirs):.2f}")
-    print(f"ratio {ratio:.2f} (median of {args.rounds} pairs)")
+    limit = parse_size(args.limit)
+    draft = None if args.draft == "none" else resolve(args.draft).path
+    peer = PeerModel(resolve(args.model).path, draft, N_CTX + DRAFT_ROOM, len(performance_cores()))
+    results: list[dict[str, Any]] = []
+    with LLM(peer.path, ModelSettings(dram=limit)) as llm:
+        for prompt in limited(read_prompts(args.prompts), args.per_domain):
+            ids = llm.encode_chat([{"role": "user", "content": prompt.text}])
+            found = {"lever": lever(args, prompt, limit), LLAMA_CPP: llama_cpp(peer, ids, args.n, limit)}
+            if any(figures["prompt_tokens"] != len(ids) for figures in found.values()):
+                raise SystemExit(f"{prompt.id}: not the same prompt")
+            results.append({"prompt": prompt.id, "domain": prompt.domain, **found})
+            speeds = ", ".join(f"{name} {figures['tokens_per_s']:.2f} tokens/s" for name, figures in found.items())
+            print(f"{prompt.id}: {speeds}", flush=True)
+    ratio = geometric_mean(r["lever"]["tokens_per_s"] / r[LLAMA_CPP]["tokens_per_s"] for r in results)
+    print(f"cage of {format_size(limit)}, draft {args.draft}: lever / llama.cpp {ratio:.2f} (geometric mean)")
     if args.json:
-        figures = {"lever": ours, "llama.cpp": theirs, "ratio": ratio}
-        document = {"date": date.today().isoformat(), "limit": limit, **figures}
+        about = {"date": date.today().isoformat(), "model": args.model, "draft": args.draft, "limit": limit}
+        document = {**about, "n": args.n, "ratio": ratio, "results": results}
         args.json.write_text(json.dumps(document, indent=1) + "\n")
 
 

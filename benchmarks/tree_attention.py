@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lever.engine import NEAR_TIE
 from lever.llm import LLM
 from lever.loader import LoadedModel, ModelSettings
 from lever.machine import performance_cores
 from lever.memory import parse_size
 from lever.models import resolve
+from lever.request import NEAR_TIE
 from lever.sample import top2_gap
 from lever.settings import TreeAttention
 from lever.stats import RunStats

@@ -189,7 +189,11 @@ class FakeClock:
     def on_the_wall(self) -> Iterator[FakeClock]:
         """What the engine goes by."""
         here = SimpleNamespace(perf_counter=lambda: self.now)
-        with mock.patch("lever.engine.time", here), mock.patch("lever.figures.time", here):
+        with (
+            mock.patch("lever.engine.time", here),
+            mock.patch("lever.guess.time", here),
+            mock.patch("lever.figures.time", here),
+        ):
             yield self
 
 

@@ -20,6 +20,7 @@ class Oracle:
         params.warmup, params.fit_params, params.verbosity = False, False, verbosity
         params.no_extra_bufts = True  # no repacked copy of the weights
         self._server: Any = xllamacpp.Server(params)
+        self._ask("/slots")  # answered by its loop: a server told to end before its loop has begun never ends
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         request = {"content": text, "add_special": add_special, "parse_special": parse_special}
@@ -32,8 +33,11 @@ class Oracle:
         return text
 
     def _post(self, path: str, body: object) -> Any:
+        return self._ask(path, json.dumps(body).encode())
+
+    def _ask(self, path: str, body: bytes | None = None) -> Any:
         url = self._server.listening_address + path
-        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         # A connection of its own: on a kept one each answer waits 40 ms for a delayed acknowledgement.
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)

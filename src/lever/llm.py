@@ -15,7 +15,7 @@ from lever.chat import ChatTemplate
 from lever.companion import LOGITS, PART, TREE_ROWS, Companion
 from lever.cycle_cost import Foretold
 from lever.draft import Draft
-from lever.engine import Engine, FinishReason, Step, check_prompt
+from lever.engine import Engine
 from lever.errors import Cancelled, TemplateError, UsageError
 from lever.ggml import load
 from lever.gguf import GGUF
@@ -23,6 +23,7 @@ from lever.loader import PYTHON, LoadedModel, ModelSettings, Progress, most_ctx,
 from lever.memory import Ledger, peak_rss_bytes, release_unused, rss_bytes
 from lever.owner import Owner
 from lever.policies import preset
+from lever.request import FinishReason, Step, check_prompt
 from lever.sample import Sampler
 from lever.settings import SamplerSettings
 from lever.stats import RunStats

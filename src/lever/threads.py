@@ -57,3 +57,8 @@ class ThreadChooser:
         if stall_share > IDLE or stall_share < STARVED:  # at the most threads: they may be in each other's way
             return max(self._kept // 2, 1)
         return self._kept
+
+
+def relative(seconds: float, expected: float) -> float:
+    """How long something took against what was expected, so that pieces of different size can be compared."""
+    return seconds / expected if expected else 1.0

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from lever.cycle_cost import CycleCost
 from lever.draft import Draft
-from lever.engine import Draw, Engine, Step
+from lever.engine import Engine
 from lever.errors import Cancelled, LeverError, StorageError
 from lever.loader import LoadedModel
 from lever.policies import PRESETS, Preset, Situation, best_nodes, preset
+from lever.request import Draw, Step
 from lever.sample import Sampler, top2_gap
 from lever.settings import SamplerSettings
 from lever.stats import RunStats
@@ -212,7 +213,7 @@ class DearPasses(CycleCost):
 
 def with_dear_passes(answers: Answers) -> RunStats:
     """Figures where the engine believes so."""
-    answers.engine._cost = DearPasses()
+    answers.engine._cost = answers.engine._guesser.cost = DearPasses()
     return answers.to(SHORT, n=60).stats
 
 
@@ -432,7 +433,7 @@ def test_I20_after_a_pass_that_failed_all_is_sound(models: Models, policy: Prese
 def test_I20_after_a_draft_that_failed_all_is_sound(models: Models, policy: Preset) -> None:
     draft = models.draft("itself")
     answers = Answers(models.target, draft, policy)
-    answers.engine._cost = DearPasses()  # so that it is asked often enough
+    answers.engine._cost = answers.engine._guesser.cost = DearPasses()  # so that it is asked often enough
     expected = models.expected(A)
     for n_passes in (0, 1, 2, 5):
         with pytest.MonkeyPatch.context() as patch:
@@ -585,7 +586,7 @@ def test_a_masked_tree_of_one_path_is_exact(masked: Models, name: str, kind: str
 def test_what_a_masked_branch_gave_is_told_and_counted(masked: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """The right choices are second ones: the text leaves the first path."""
     for bound in (ALL, NONE, 0.05):
-        monkeypatch.setattr("lever.engine.NEAR_TIE", bound)
+        monkeypatch.setattr("lever.request.NEAR_TIE", bound)
         found = masked.answers(preset("opt-tree"), "contrary").to(SHORT)
         same = map(same_bits, found.logits, masked.expected(SHORT).logits)
         first = next((n for n, is_same in enumerate(same) if not is_same), 24)
@@ -597,7 +598,7 @@ def test_what_a_masked_branch_gave_is_told_and_counted(masked: Models, monkeypat
 
 
 def test_near_ties_are_counted_in_masked_trees_alone(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lever.engine.NEAR_TIE", ALL)
+    monkeypatch.setattr("lever.request.NEAR_TIE", ALL)
     stats = models.answers(preset("opt-tree"), "contrary").to(SHORT).stats
     assert stats.accepted > 0
     assert (stats.exact, stats.near_ties) == (True, 0)
@@ -606,7 +607,7 @@ def test_near_ties_are_counted_in_masked_trees_alone(models: Models, monkeypatch
 def test_an_answer_that_goes_on_from_masked_rows_is_not_exact_and_a_new_one_is(
     masked: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lever.engine.NEAR_TIE", ALL)
+    monkeypatch.setattr("lever.request.NEAR_TIE", ALL)
     answers = masked.answers(preset("opt-tree"), "contrary")
     found = answers.to(SHORT)
     going_on = answers.to([*SHORT, *found.tokens, 17], n=1)

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lever.engine import Engine, Step
+from lever.engine import Engine
 from lever.errors import Cancelled, ContextOverflow, LeverError, StorageError, UsageError
+from lever.request import Step
 from lever.stats import RunStats
 from tests.fakes import LAYER_S, N_VOCAB, ScriptedModel
 

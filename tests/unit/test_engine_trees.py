@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lever.engine import Engine, Step
+from lever.engine import Engine
 from lever.errors import Cancelled, StorageError
 from lever.lookup import MOST_TOKENS
 from lever.policies import PRESETS, Preset, preset
+from lever.request import Step
 from lever.stats import RunStats
 from lever.trace import Cycle
 from tests.fakes import FakeClock, Language, ScriptedDraft, ScriptedTarget, wait_until, whims

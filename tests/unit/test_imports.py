@@ -38,6 +38,8 @@ RANKS = (
     {"model"},
     {"loader", "draft", "figures"},
     {"companion"},
+    {"request"},
+    {"guess"},
     {"engine"},
     {"llm"},
     {"models"},
