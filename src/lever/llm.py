@@ -24,18 +24,19 @@ from lever.memory import Ledger, peak_rss_bytes, release_unused, rss_bytes
 from lever.owner import Owner
 from lever.policies import preset
 from lever.request import FinishReason, Step, check_prompt
-from lever.sample import Sampler
-from lever.settings import SamplerSettings
+from lever.sample import Sampler, logprob, top_logprobs
+from lever.settings import LOOKUP, SamplerSettings
 from lever.stats import RunStats
 from lever.text import StopMatcher
 from lever.tokenizer import StreamDecoder, Tokenizer
+from lever.trace import Cycle
 from lever.weights.plan import Plan
 from lever.workspace import ModelShape
 
 log = logging.getLogger(__name__)
 
-LOOKUP = "lookup"  # in the place of a draft's name
 # Lists that only the tokenizer needs; they weigh tens of megabytes as Python objects.
+MOST_LOGPROBS = 20  # as OpenAI has it
 VOCABULARY_KEYS = ("tokens", "merges", "scores", "token_type")
 
 
@@ -47,12 +48,24 @@ class GenerationSettings:
     max_new_tokens: int | None = None  # None: until an end token or a full context; 0: the prompt is only read
     stops: Sequence[str] = ()
     ignore_eos: bool = False
+    n_logprobs: int | None = None  # likeliest tokens to tell of at each place; None: no probabilities at all
 
     def __post_init__(self) -> None:
         """UsageError for what lies outside its range."""
         if self.max_new_tokens is not None and self.max_new_tokens < 0:
             raise UsageError(f"max-tokens is {self.max_new_tokens}: it must be at least 0, or -1 for no limit")
+        if self.n_logprobs is not None and not 0 <= self.n_logprobs <= MOST_LOGPROBS:
+            raise UsageError(f"logprobs is {self.n_logprobs}: it must be 0 to {MOST_LOGPROBS}")
         StopMatcher(self.stops)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token of an answer and the likeliest ones at its place, best first: natural logs of the raw softmax."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 class LLM(Owner):
@@ -169,10 +182,14 @@ class LLM(Owner):
         prompt: Sequence[int],
         settings: GenerationSettings,
         on_prefill: Callable[[int], None] = lambda _n_tokens: None,
+        on_cycle: Callable[[Cycle], None] | None = None,
     ) -> Generation:
-        """Start an answer; iterate over it for its text. Errors as of `check`, before anything is loaded."""
+        """Start an answer; iterate over it for its text. Errors as of `check`, before anything is loaded.
+
+        `on_prefill` is told of prompt tokens as they are read, `on_cycle` of each cycle that has ended.
+        """
         self.check(prompt)
-        return Generation(self, prompt, settings, on_prefill)
+        return Generation(self, prompt, settings, on_prefill, on_cycle)
 
     def close(self) -> None:
         """Give everything back. Safe to call twice."""
@@ -187,6 +204,7 @@ class LLM(Owner):
         settings: GenerationSettings,
         stats: RunStats,
         on_prefill: Callable[[int], None],
+        on_cycle: Callable[[Cycle], None] | None,
         cancelled: Callable[[], bool],
     ) -> Iterator[Step]:
         sampler = Sampler(_without_end(settings, self.tokenizer), self.config.n_vocab)
@@ -199,6 +217,7 @@ class LLM(Owner):
             temperature=settings.sampler.temperature,
             on_prefill=on_prefill,
             cancelled=cancelled,
+            on_cycle=on_cycle,
         )
 
     def _new_stats(self, seed: int) -> RunStats:
@@ -224,16 +243,23 @@ class Generation:
     """One answer while it comes: iterate for its text, in whole characters. Figures and ids are up to date always."""
 
     def __init__(
-        self, llm: LLM, prompt: Sequence[int], settings: GenerationSettings, on_prefill: Callable[[int], None]
+        self,
+        llm: LLM,
+        prompt: Sequence[int],
+        settings: GenerationSettings,
+        on_prefill: Callable[[int], None],
+        on_cycle: Callable[[Cycle], None] | None,
     ) -> None:
         self.text = ""
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []  # of each token, where asked for
         self.finish_reason: FinishReason | None = None
         self.stats = llm._new_stats(settings.sampler.seed)
         self.cancelled = False
-        self._steps = llm._steps(prompt, settings, self.stats, on_prefill, lambda: self.cancelled)
+        self._steps = llm._steps(prompt, settings, self.stats, on_prefill, on_cycle, lambda: self.cancelled)
         self._decoder = StreamDecoder(llm.tokenizer)
         self._stops = StopMatcher(settings.stops)
+        self._n_logprobs = settings.n_logprobs
 
     def cancel(self) -> None:
         """Let the iteration end, within one layer. May be called from a signal handler or another thread."""
@@ -266,6 +292,9 @@ class Generation:
     def _take(self, step: Step) -> tuple[str, bool]:
         """Text that a step makes safe to show, and whether it completes a stop string."""
         self.tokens.append(step.token)
+        if self._n_logprobs is not None:
+            top = tuple(top_logprobs(step.logits, self._n_logprobs)) if self._n_logprobs else ()
+            self.logprobs.append(TokenLogprobs(step.token, logprob(step.logits, step.token), top))
         self.finish_reason = step.finish_reason
         return self._stops.feed(self._decoder.feed(step.token))
 

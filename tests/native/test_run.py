@@ -853,7 +853,7 @@ def test_ctrl_c_ends_a_profile_and_keeps_nothing(lever: Lever, model: Path) -> N
 # The command where the catalogue knows a draft for every model.
 WITH_A_PARTNER = """
 import dataclasses, sys
-import lever.cli.opening as opening
+import lever.opening as opening
 import lever.profile
 from lever.cli import main
 partner, resolve = sys.argv.pop(1), opening.resolve

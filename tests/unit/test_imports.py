@@ -44,7 +44,7 @@ RANKS = (
     {"llm"},
     {"models"},
     {"pack", "profile"},
-    {"doctor", "planner", "bench"},
+    {"doctor", "planner", "bench", "opening"},
     {"peer", "plots"},
     {"cli"},
     {"__main__"},

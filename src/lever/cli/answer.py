@@ -11,12 +11,13 @@ from itertools import chain
 from types import FrameType
 
 from lever.cli.console import Bar, bar, note, same_place, write, write_json
-from lever.cli.opening import Wanted, learn, open_llm, tune, with_draft
-from lever.cli.options import AUTO, INTERRUPTED
+from lever.cli.options import INTERRUPTED
 from lever.errors import UsageError
-from lever.llm import LLM, LOOKUP, Generation, GenerationSettings
-from lever.loader import ModelSettings, Progress
+from lever.llm import LLM, Generation, GenerationSettings
+from lever.loader import ModelSettings
 from lever.memory import format_size
+from lever.opening import Wanted, learn, open_llm, prepare
+from lever.settings import AUTO, LOOKUP
 from lever.stats import RunStats
 
 log = logging.getLogger(__name__)
@@ -53,15 +54,11 @@ def answer(question: Question, settings: ModelSettings, request: GenerationSetti
     """Print the answer; the exit code."""
     if not question.text and not question.raw:
         raise UsageError("the prompt is empty: there is nothing to answer")
-    wanted = Wanted(question.model, question.draft, question.preset, question.use_image, output.offline, output.quiet)
+    wanted = Wanted(question.model, question.draft, question.preset, question.use_image, output.offline)
     with bar(quiet=output.quiet) as progress, open_llm(wanted, settings, progress) as llm:
         prompt = _encode(llm, question)
         llm.check(prompt)  # before anything large is read
-        tuning = tune(llm, llm.settings, progress, quiet=output.quiet) if question.use_profile else None
-        load(llm, tuning.settings if tuning is not None else llm.settings, progress)
-        if tuning is not None:
-            tuning = with_draft(llm, tuning, progress, quiet=output.quiet)
-            llm.foretold = tuning.foretold
+        tuning = prepare(llm, progress, use_profile=question.use_profile)
         waiting = _Waiting(llm, len(prompt), progress, quiet=output.quiet)
         generation = llm.generate(prompt, request, waiting.read)
         interrupted = _show(generation, progress, to_stdout=not output.json)
@@ -73,14 +70,6 @@ def answer(question: Question, settings: ModelSettings, request: GenerationSetti
     if not output.quiet:
         note(figures)
     return INTERRUPTED if interrupted else 0
-
-
-def load(llm: LLM, settings: ModelSettings, progress: Bar) -> None:
-    """Plan, and bring what is pinned into memory."""
-    loading = Progress(lambda total: progress.start(total or None, "loading the weights"), progress.advance)
-    plan = llm.load(loading, settings).plan
-    parts = ", ".join(f"{part} {format_size(nbytes)}" for part, nbytes in plan.parts.items() if nbytes)
-    log.info("%s of %s planned: %s", format_size(plan.total), format_size(plan.budget), parts)
 
 
 def _encode(llm: LLM, question: Question) -> list[int]:

@@ -12,6 +12,7 @@ import typer
 from lever.cli import options as o
 from lever.cli.run import DEFAULT_MODEL, STDIN
 from lever.errors import UsageError
+from lever.settings import AUTO
 
 COMPARING = "What is compared"
 DEFAULT_PRESETS = "flash-ar,chain-sd,lever"
@@ -73,7 +74,7 @@ def bench(
     ring: o.Ring = o.RING,
     no_image: o.NoImage = False,
     no_profile: o.NoProfile = False,
-    draft: o.Draft = o.AUTO,
+    draft: o.Draft = AUTO,
     max_tokens: o.MaxTokens = 128,
     seed: o.Seed = 0,
     temperature: o.Temperature = 0.0,

@@ -19,7 +19,6 @@ from lever import bench
 from lever.bench import IN_RAM, PLAIN, RAW_BYTES, Comparison, PresetWay, Prompt, RawReads, Request, Row, Way, settle
 from lever.cli import answer
 from lever.cli.console import Bar, bar, complain, note, printable, write_json, write_table
-from lever.cli.opening import Wanted, open_llm, tune, with_draft
 from lever.cli.options import INTERRUPTED
 from lever.errors import DoesNotFit, LeverError, StorageError
 from lever.llm import LLM
@@ -27,6 +26,7 @@ from lever.loader import ModelSettings
 from lever.memory import format_size
 from lever.models import resolve
 from lever.models.hub import PREFIX
+from lever.opening import Wanted, open_llm, prepare
 from lever.peer import DRAFT_ROOM, LLAMA_CPP, LlamaCpp, PeerModel, require_gguf, require_llama_cpp
 from lever.plots import draw_bench, require_matplotlib
 from lever.policies import preset
@@ -136,7 +136,7 @@ def _measure(
         prompts = [(prompt, _encode(llm, prompt)) for prompt in asked.prompts]
         for _, ids in prompts:
             llm.check(ids)
-        used = _load(llm, asked, progress, quiet=output.quiet)
+        used = _load(llm, asked, progress)
         raw = stack.enter_context(RawReads(llm.gguf.path, used.block, used.depth))
         presets = _presets(llm, asked, request, lambda: interrupt.came, traced=output.plot is not None)
         drafting = [way for way in presets if way.drafts]
@@ -183,18 +183,14 @@ def _open(asked: Asked, settings: ModelSettings, output: Output, progress: Bar) 
         raise DoesNotFit(
             f"the budget is {format_size(settings.dram)}, and raw reads alone take {format_size(RAW_BYTES)}"
         )
-    wanted = Wanted(asked.model, asked.draft, drafting, asked.use_image, output.offline, output.quiet)
+    wanted = Wanted(asked.model, asked.draft, drafting, asked.use_image, output.offline)
     return open_llm(wanted, replace(settings, dram=settings.dram - RAW_BYTES), progress)
 
 
-def _load(llm: LLM, asked: Asked, progress: Bar, *, quiet: bool) -> ModelSettings:
+def _load(llm: LLM, asked: Asked, progress: Bar) -> ModelSettings:
     """Load it, tuned as `lever run` is; the settings that were used."""
-    tuning = tune(llm, llm.settings, progress, quiet=quiet) if asked.use_profile else None
-    used = tuning.settings if tuning is not None else llm.settings
-    answer.load(llm, used, progress)
-    if tuning is not None:
-        llm.foretold = with_draft(llm, tuning, progress, quiet=quiet).foretold
-    return used
+    tuning = prepare(llm, progress, use_profile=asked.use_profile)
+    return tuning.settings if tuning is not None else llm.settings
 
 
 def _encode(llm: LLM, prompt: Prompt) -> list[int]:

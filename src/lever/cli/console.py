@@ -100,7 +100,7 @@ class NoteHandler(logging.Handler):
 class Bar:
     """A bar on a terminal; elsewhere a line now and then, so that a log shows life. One job at a time.
 
-    Has the shape of `lever.models.Progress`.
+    Has the shape of `lever.opening.Told`.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -140,6 +140,11 @@ class Bar:
             self._live.update(self._live.task_ids[0], description=printable(text))
         else:
             self._line(text)
+
+    def note(self, text: str) -> None:
+        """One line of its own, if anything is to be shown."""
+        if not self._quiet:
+            note(text)
 
     def finish(self) -> None:
         """Take the bar away, and say no more. Safe to call without one."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 PROMPT, MEMORY, SAMPLING, OUTPUT = "Prompt", "Memory and speed", "Sampling", "Options"
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 SWITCH = ""  # in the place of a value's name
-AUTO, NONE = "auto", "none"  # in the place of a draft's name
 BATCH_SIZE, RING = 512, 3
 
 

@@ -9,14 +9,15 @@ import typer
 from lever.cli import options as o
 from lever.cli.console import bar, printable, write_json, write_table
 from lever.cli.run import DEFAULT_MODEL
+from lever.settings import AUTO, NONE
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from lever.cli.console import Bar
-    from lever.cli.opening import Wanted
     from lever.llm import LLM
     from lever.loader import ModelSettings
+    from lever.opening import Wanted
     from lever.planner import Outlook, Shortage
 
 
@@ -30,7 +31,7 @@ def plan(
     ring: o.Ring = o.RING,
     no_image: o.NoImage = False,
     no_profile: o.NoProfile = False,
-    draft: o.Draft = o.AUTO,
+    draft: o.Draft = AUTO,
     no_draft: o.NoDraft = False,
     json_output: o.Json = False,
     offline: o.Offline = False,
@@ -46,11 +47,11 @@ def plan(
     draft, tokens per cycle are those that runs have shown, or as said.
     Exit code: 0 it fits, 3 it does not.
     """
-    from lever.cli.opening import Wanted, open_llm
     from lever.errors import DoesNotFit
+    from lever.opening import Wanted, open_llm
 
     settings = o.model_settings(dram, threads, ring, pin=pin, ctx_size=ctx_size, batch_size=batch_size)
-    wanted = Wanted(model, o.NONE if no_draft else draft, None, not no_image, offline, quiet)
+    wanted = Wanted(model, NONE if no_draft else draft, None, not no_image, offline)
     # A model that does not fit is refused when it is opened; here it is told what would be needed.
     with bar(quiet=quiet) as progress, open_llm(wanted, settings, progress, ample=True) as llm:
         path = llm.gguf.path
@@ -66,13 +67,13 @@ def _planned(
     llm: LLM, settings: ModelSettings, progress: Bar, wanted: Wanted, *, use_profile: bool
 ) -> Outlook | Shortage:
     """The run, or why there is none. A draft that nobody named is left out where it has no room, as in a run."""
-    from lever.cli.opening import NO_ROOM, find_pair, find_profile, without_draft
     from lever.errors import DoesNotFit
+    from lever.opening import NO_ROOM, find_pair, find_profile, without_draft
     from lever.planner import fits, outlook, shortage
 
     progress.start(None, "planning")
     with_draft = llm.companion is not None
-    if with_draft and wanted.draft == o.AUTO and not fits(llm, settings, draft=True):
+    if with_draft and wanted.draft == AUTO and not fits(llm, settings, draft=True):
         with_draft = False
         without_draft(llm.draft_name or "", NO_ROOM)
     try:
@@ -81,9 +82,9 @@ def _planned(
         return shortage(llm, settings, error, draft=with_draft)
     profile = pair = None
     if use_profile:
-        profile = find_profile(llm, settings, progress, quiet=wanted.quiet)
+        profile = find_profile(llm, settings, progress)
         if with_draft and llm.companion is not None:
-            pair = find_pair(llm, settings, progress, quiet=wanted.quiet)
+            pair = find_pair(llm, settings, progress)
             llm.companion.close()  # the plan counts the memory in use
     progress.start(None, "planning")
     return outlook(llm, settings, profile, pair, draft=with_draft)

@@ -10,6 +10,7 @@ import typer
 from lever.cli import options as o
 from lever.cli.console import bar, note, printable, write_json, write_table
 from lever.cli.run import DEFAULT_MODEL
+from lever.settings import AUTO, NONE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ def profile(
     threads: o.ThreadCount = None,
     ring: o.Ring = o.RING,
     no_image: o.NoImage = False,
-    draft: o.Draft = o.AUTO,
+    draft: o.Draft = AUTO,
     no_draft: o.NoDraft = False,
     json_output: o.Json = False,
     offline: o.Offline = False,
@@ -58,15 +59,15 @@ def profile(
     The steps of the draft that goes with the model are measured as well, but not with --storage.
     Leave the machine alone meanwhile. Without a profile, lever run makes a quick one by itself.
     """
-    from lever.cli.opening import Wanted, open_llm, steps_of
     from lever.cost import doubts
+    from lever.opening import Wanted, open_llm, steps_of
     from lever.plots import draw_profile, require_matplotlib
     from lever.profile import FULL, QUICK, identity_of, keep, keep_pair, measure
 
     if plot is not None:
         require_matplotlib(plot)
     settings = o.model_settings(dram, threads, ring)
-    wanted = Wanted(model, o.NONE if no_draft or storage else draft, None, not no_image, offline, quiet)
+    wanted = Wanted(model, NONE if no_draft or storage else draft, None, not no_image, offline)
     scope = QUICK if quick else FULL
     with bar(quiet=quiet) as progress, open_llm(wanted, settings, progress) as llm:
         llm.plan()  # refused now, if the model itself does not fit

@@ -14,6 +14,7 @@ import typer
 from lever.cli import options as o
 from lever.cli.console import read_stdin
 from lever.errors import StorageError, UsageError
+from lever.settings import AUTO, NONE
 
 DEFAULT_MODEL = "demo"
 STDIN = "-"
@@ -42,7 +43,7 @@ def run(
     layout: o.LayoutFlag = o.Layout.auto,
     no_image: o.NoImage = False,
     no_profile: o.NoProfile = False,
-    draft: o.Draft = o.AUTO,
+    draft: o.Draft = AUTO,
     no_draft: o.NoDraft = False,
     preset: o.PresetFlag = None,
     tree_attention: o.TreeAttentionFlag = o.TreeAttention.exact,
@@ -115,7 +116,7 @@ def run(
         raw=raw,
         use_image=use_image,
         use_profile=not no_profile,
-        draft=o.NONE if no_draft else draft,
+        draft=NONE if no_draft else draft,
         preset=preset,
     )
     raise typer.Exit(answer(question, settings, request, Output(json_output, quiet, offline)))

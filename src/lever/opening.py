@@ -1,4 +1,4 @@
-"""From the word for a model to its file, and to what is known of this machine with it. Prints notes only."""
+"""From the word for a model to one that answers as fast as this machine lets it. Prints nothing."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from lever import gguf
 from lever.arch import ModelConfig
-from lever.cli.console import Bar, note
-from lever.cli.options import AUTO, NONE
 from lever.cost import PassTime, Profile
 from lever.cycle_cost import Foretold
 from lever.errors import DoesNotFit, LeverError, StorageError
-from lever.llm import LLM, LOOKUP
-from lever.loader import ModelSettings
+from lever.llm import LLM
+from lever.loader import ModelSettings, Progress
 from lever.memory import format_size, rss_bytes
 from lever.models import resolve
 from lever.models.cache import exclusive
@@ -42,6 +41,7 @@ from lever.profile import (
     measure_pair,
     tuned,
 )
+from lever.settings import AUTO, LOOKUP, NONE
 from lever.stats import RunStats
 from lever.weights.image import Image
 from lever.weights.plan import Plan
@@ -49,6 +49,33 @@ from lever.weights.plan import Plan
 log = logging.getLogger(__name__)
 
 AMPLE = 1 << 50  # bytes
+
+
+class Told(Protocol):
+    """Told of what is done, one job at a time, and of what is worth a word; a `lever.models.Progress`, and more."""
+
+    jobs: int  # begun so far
+
+    def start(self, total: int | None, what: str) -> None:
+        """A job of `total` bytes begins; 0: of unknown size. None: a short one."""
+
+    def advance(self, n: int) -> None:
+        """So many bytes more are done."""
+
+    def tell(self, text: str) -> None:
+        """How far a job is that has no bytes to count."""
+
+    def finish(self) -> None:
+        """The job has ended, well or not."""
+
+    def note(self, text: str) -> None:
+        """What somebody who waits may want to know."""
+
+
+class Silent(Told):
+    """Keeps it to itself."""
+
+    jobs = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +86,17 @@ class Opened:
     draft: str | None
 
 
-def open_path(reference: str, progress: Bar, *, use_image: bool, offline: bool, quiet: bool) -> Opened:
+def open_path(reference: str, progress: Told, *, use_image: bool, offline: bool) -> Opened:
     """The model's file, fetched if need be, or its flash image where the cache has one for this machine."""
     resolved = resolve(reference, offline=offline, progress=progress)
-    if resolved.notice and progress.jobs and not quiet:  # it was brought here just now
-        note(f"{reference}: {resolved.notice}")
-    image = _image(reference, resolved.path, progress, quiet=quiet) if use_image else None
+    if resolved.notice and progress.jobs:  # it was brought here just now
+        progress.note(f"{reference}: {resolved.notice}")
+    image = _image(reference, resolved.path, progress) if use_image else None
     progress.start(None, f"opening {reference}")
     return Opened(image or resolved.path, resolved.draft)
 
 
-def open_draft(reference: str, settings: ModelSettings, progress: Bar, *, offline: bool, quiet: bool) -> Path:
+def open_draft(reference: str, settings: ModelSettings, progress: Told, *, offline: bool) -> Path:
     """The draft's flash image, made now if the cache has none: all of it in Q4_0, since it cannot change the text."""
     resolved = resolve(reference, offline=offline, progress=progress)
     header = gguf.read(resolved.path)
@@ -78,8 +105,7 @@ def open_draft(reference: str, settings: ModelSettings, progress: Bar, *, offlin
     found = find_image(resolved.path, progress)
     if found is not None and found.problem is None:
         return found.path
-    if not quiet:
-        note(f"preparing the draft {reference}, once")
+    progress.note(f"preparing the draft {reference}, once")
     path = image_path(resolved.path)
     with exclusive(path.stem, progress):
         pack(
@@ -94,19 +120,21 @@ def open_draft(reference: str, settings: ModelSettings, progress: Bar, *, offlin
     return path
 
 
-def _image(reference: str, source: Path, progress: Bar, *, quiet: bool) -> Path | None:
+def _image(reference: str, source: Path, progress: Told) -> Path | None:
     """The flash image of a model in the cache, if it may stand for it on this machine; either way it is told."""
     found = find_image(source, progress)
     if found is None:
         return None
     if found.problem is not None:
-        note(
-            f"not using the flash image of {reference}: {found.path} {found.problem}; "
-            f"pack it anew: {found.mend(reference)}"
+        log.warning(
+            "not using the flash image of %s: %s %s; pack it anew: %s",
+            reference,
+            found.path,
+            found.problem,
+            found.mend(reference),
         )
         return None
-    if not quiet:
-        note(f"using the flash image of {reference} ({found.describe()}): {found.path}")
+    progress.note(f"using the flash image of {reference} ({found.describe()}): {found.path}")
     return found.path
 
 
@@ -119,15 +147,14 @@ class Wanted:
     preset: str | None = None
     use_image: bool = True  # the model's flash image, where the cache has one
     offline: bool = False
-    quiet: bool = False
 
 
-def open_llm(wanted: Wanted, settings: ModelSettings, progress: Bar, *, ample: bool = False) -> LLM:
+def open_llm(wanted: Wanted, settings: ModelSettings, progress: Told, *, ample: bool = False) -> LLM:
     """The model's header and tokenizer, with its draft if there is one that fits.
 
     An `ample` one is opened whatever its budget: to see what it would take.
     """
-    opened = open_path(wanted.model, progress, use_image=wanted.use_image, offline=wanted.offline, quiet=wanted.quiet)
+    opened = open_path(wanted.model, progress, use_image=wanted.use_image, offline=wanted.offline)
     plain = wanted.draft == NONE or (wanted.preset is not None and not find_preset(wanted.preset).drafts)
     name = None if plain else opened.draft if wanted.draft == AUTO else wanted.draft
     budget = replace(settings, dram=AMPLE) if ample else settings
@@ -136,7 +163,7 @@ def open_llm(wanted: Wanted, settings: ModelSettings, progress: Bar, *, ample: b
     if name is None:
         return LLM(opened.path, budget, name=wanted.model, policy=wanted.preset)
     try:
-        draft = open_draft(name, budget, progress, offline=wanted.offline, quiet=wanted.quiet)
+        draft = open_draft(name, budget, progress, offline=wanted.offline)
         return LLM(opened.path, budget, name=wanted.model, draft=draft, draft_name=name, policy=wanted.preset)
     except (DoesNotFit, StorageError) as error:
         if wanted.draft != AUTO or wanted.preset is not None:
@@ -174,7 +201,24 @@ class Tuning:
         return expected_pass(self.profile, self.plan, self.settings)
 
 
-def tune(llm: LLM, settings: ModelSettings, progress: Bar, *, quiet: bool) -> Tuning | None:
+def prepare(llm: LLM, progress: Told, *, use_profile: bool = True) -> Tuning | None:
+    """Load it, as the profile of this machine has it; what is known then, None where nothing is.
+
+    Errors as of `LLM.load`.
+    """
+    tuning = tune(llm, llm.settings, progress) if use_profile else None
+    loading = Progress(lambda total: progress.start(total or None, "loading the weights"), progress.advance)
+    plan = llm.load(loading, tuning.settings if tuning is not None else llm.settings).plan
+    parts = ", ".join(f"{part} {format_size(nbytes)}" for part, nbytes in plan.parts.items() if nbytes)
+    log.info("%s of %s planned: %s", format_size(plan.total), format_size(plan.budget), parts)
+    if tuning is None:
+        return None
+    tuning = with_draft(llm, tuning, progress)
+    llm.foretold = tuning.foretold
+    return tuning
+
+
+def tune(llm: LLM, settings: ModelSettings, progress: Told) -> Tuning | None:
     """Settings as the kept profile has them, or a quick one that is made now; None where it would not pay.
 
     A machine that cannot be measured is told of, and run as if nothing were known.
@@ -184,7 +228,7 @@ def tune(llm: LLM, settings: ModelSettings, progress: Bar, *, quiet: bool) -> Tu
     if not is_worth_it(plan):
         return None
     try:
-        profile = find_profile(llm, settings, progress, quiet=quiet)
+        profile = find_profile(llm, settings, progress)
     except (DoesNotFit, StorageError) as error:
         log.warning("going on without a profile of this machine: %s", error)
         return None
@@ -201,43 +245,41 @@ def tune(llm: LLM, settings: ModelSettings, progress: Bar, *, quiet: bool) -> Tu
     return tuning
 
 
-def find_profile(llm: LLM, settings: ModelSettings, progress: Bar, *, quiet: bool) -> Profile:
+def find_profile(llm: LLM, settings: ModelSettings, progress: Told) -> Profile:
     """The kept profile of this machine and model, or a quick one, measured and kept now."""
     profile = kept(identity_of(llm.gguf, llm.config))
     if profile is not None and covers(profile, settings.n_threads):
         return profile
-    if not quiet:
-        note("measuring this machine with this model, once, for a few seconds (lever profile does it thoroughly)")
+    progress.note("measuring this machine with this model, once, for a few seconds (lever profile does it thoroughly)")
     progress.start(None, "measuring")
     profile = measure(llm.gguf, llm.config, settings, QUICK, progress=lambda what: progress.tell(f"measuring {what}"))
     _keep(profile)
     return profile
 
 
-def with_draft(llm: LLM, tuning: Tuning, progress: Bar, *, quiet: bool) -> Tuning:
+def with_draft(llm: LLM, tuning: Tuning, progress: Told) -> Tuning:
     """With what is known of the draft of a model that is loaded. One that cannot be measured is told of."""
     try:
-        return replace(tuning, pair=find_pair(llm, tuning.settings, progress, quiet=quiet))
+        return replace(tuning, pair=find_pair(llm, tuning.settings, progress))
     except LeverError as error:
         log.warning("nothing is known of the draft %s: %s", llm.draft_name, error)
         return tuning
 
 
-def find_pair(llm: LLM, settings: ModelSettings, progress: Bar, *, quiet: bool) -> PairProfile | None:
+def find_pair(llm: LLM, settings: ModelSettings, progress: Told) -> PairProfile | None:
     """What is kept of the draft with its target, or measured and kept now; None without a draft."""
     if llm.companion is None:
         return None
     pair = kept_pair(identity_of(llm.gguf, llm.config), llm.companion)
     if pair is not None and covers_steps(pair, settings.n_threads):
         return pair
-    if not quiet:
-        note("measuring the draft, once, for a second (lever profile does it thoroughly)")
+    progress.note("measuring the draft, once, for a second (lever profile does it thoroughly)")
     pair = steps_of(llm, QUICK, progress)
     _keep(pair)
     return pair
 
 
-def steps_of(llm: LLM, scope: Scope, progress: Bar) -> PairProfile:
+def steps_of(llm: LLM, scope: Scope, progress: Told) -> PairProfile:
     """The draft's steps, measured; it is loaded if it is not."""
     assert llm.companion is not None
     progress.start(None, "measuring the draft")
