@@ -91,6 +91,10 @@ class LlamaCpp(Owner):
                 "top_k": sampler.top_k,
                 "top_p": sampler.top_p,
                 "min_p": sampler.min_p,
+                "repeat_penalty": sampler.repeat_penalty,
+                "repeat_last_n": sampler.repeat_last_n,
+                "presence_penalty": sampler.presence_penalty,
+                "frequency_penalty": sampler.frequency_penalty,
                 "cache_prompt": False,
                 "return_tokens": True,
             }

@@ -84,7 +84,11 @@ def words(folder: Path, *more: str | Path, presets: str = ",".join(PRESETS)) -> 
 
 
 def test_json_on_stdout_has_rows_ratios_and_the_promise_and_names_no_folder(lever: Lever, folder: Path) -> None:
-    done = lever(*words(folder, *QUICK, "--json", "-", "-q", "--rounds", "2", "-s", "-1", "--temp", "0.5"))
+    done = lever(
+        *words(
+            folder, *QUICK, "--json", "-", "-q", "--rounds", "2", "-s", "-1", "--temp", "0.5", "--repeat-penalty", "1.3"
+        )
+    )
 
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.count(b"\n") == 1
@@ -103,6 +107,7 @@ def test_json_on_stdout_has_rows_ratios_and_the_promise_and_names_no_folder(leve
     assert set(shown["ratios"]) == {"lever/flash-ar", "lever/chain-sd", "chain-sd/flash-ar"}
     assert (shown["same_text"], shown["same_logits"], shown["interrupted"]) == (True, True, False)
     assert shown["raw_read_bytes_per_s"] > 0
+    assert (shown["settings"]["temperature"], shown["settings"]["repeat_penalty"]) == (0.5, 1.3)
     settings = shown["settings"]
     assert (settings["model"], settings["draft"], settings["prompts"]) == ("target.gguf", "draft.gguf", "prompts.jsonl")
     assert settings["dram_planned_bytes"] <= settings["dram_budget_bytes"]

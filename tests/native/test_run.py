@@ -926,7 +926,7 @@ def test_a_plan_says_what_it_assumes_and_what_the_memory_of_the_draft_would_be_b
 def test_runs_show_a_plan_how_often_the_draft_is_right(lever: Lever, model: Path, partner: Path) -> None:
     """The draft is the target itself in another type. It is taken to cost nothing, so that it pays on any machine."""
     flags = ("--pin", "0", "--draft", partner)
-    ask = ("run", model, "Hello", *flags, "-n", "200", "--ignore-eos", "--temp", "0", "-v")
+    ask = ("run", model, "Hello", *flags, "-n", "300", "--ignore-eos", "--temp", "0", "-v")
     free = WORTH_IT.replace(
         "main()", "import lever.cycle_cost\nlever.cycle_cost.CycleCost.draft_s = lambda *_: 0.0\nmain()"
     )

@@ -78,6 +78,13 @@ def bench(
     max_tokens: o.MaxTokens = 128,
     seed: o.Seed = 0,
     temperature: o.Temperature = 0.0,
+    top_k: o.TopK = 40,
+    top_p: o.TopP = 0.95,
+    min_p: o.MinP = 0.05,
+    repeat_penalty: o.RepeatPenalty = 1.0,
+    repeat_last_n: o.RepeatLastN = 64,
+    presence_penalty: o.PresencePenalty = 0.0,
+    frequency_penalty: o.FrequencyPenalty = 0.0,
     json_file: Annotated[
         Path | None,
         _option(
@@ -134,7 +141,17 @@ def bench(
         cage=Cage(words=peer_cage, nbytes=parse_size(peer_cage)) if peer_cage is not None else None,
     )
     settings = o.model_settings(dram, threads, ring, pin=pin, ctx_size=ctx_size, batch_size=batch_size)
-    sampler = SamplerSettings(temperature=temperature, seed=secrets.randbits(32) if seed == -1 else seed)
+    sampler = SamplerSettings(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repeat_penalty=repeat_penalty,
+        repeat_last_n=repeat_last_n,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=secrets.randbits(32) if seed == -1 else seed,
+    )
     output = Output(json=json_file, to_stdout=str(json_file) == STDIN, plot=plot, offline=offline, quiet=quiet)
     raise typer.Exit(compare(asked, settings, Request(max_new_tokens=max_tokens, sampler=sampler), output))
 

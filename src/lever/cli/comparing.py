@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import date
 from pathlib import Path
 
@@ -256,8 +256,7 @@ def _about(asked: Asked, llm: LLM, request: Request, settings: ModelSettings, us
             "chat_template": llm.template is not None,
             "rounds": asked.rounds,
             "max_new_tokens": request.max_new_tokens,
-            "temperature": request.sampler.temperature,
-            "seed": request.sampler.seed,
+            **{f.name: getattr(request.sampler, f.name) for f in fields(request.sampler) if f.name != "logit_bias"},
             "dram_budget_bytes": settings.dram,
             "dram_planned_bytes": loaded.plan.total + RAW_BYTES,
             "pinned_share": loaded.plan.pinned_share,
