@@ -72,10 +72,25 @@ class Told(Protocol):
         """What somebody who waits may want to know."""
 
 
-class Silent(Told):
-    """Keeps it to itself."""
+class Silent:
+    """Keeps it to itself; a `Told`."""
 
     jobs = 0
+
+    def start(self, total: int | None, what: str) -> None:
+        """Nothing is shown."""
+
+    def advance(self, n: int) -> None:
+        """Nothing is shown."""
+
+    def tell(self, text: str) -> None:
+        """Nothing is shown."""
+
+    def finish(self) -> None:
+        """Nothing is shown."""
+
+    def note(self, text: str) -> None:
+        """Nothing is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +117,11 @@ def open_draft(reference: str, settings: ModelSettings, progress: Told, *, offli
     header = gguf.read(resolved.path)
     if Image.of(header) is not None:
         return resolved.path
-    found = find_image(resolved.path, progress)
+    found = find_image(resolved.path, progress, draft=True)
     if found is not None and found.problem is None:
         return found.path
     progress.note(f"preparing the draft {reference}, once")
-    path = image_path(resolved.path)
+    path = image_path(resolved.path, draft=True)
     with exclusive(path.stem, progress):
         pack(
             header,

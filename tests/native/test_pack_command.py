@@ -405,12 +405,20 @@ def test_an_image_in_the_cache_is_listed_and_removed(lever: Lever, model: Path, 
             "path": str(models / "mine.gguf"),
             "bytes": model.stat().st_size,
             "source": "lever",
-            "image": {"path": str(mine), "bytes": mine.stat().st_size},
+            "images": [str(mine)],
+            "image_bytes": mine.stat().st_size,
         },
-        {"name": other.stem, "path": str(other), "bytes": other.stat().st_size, "source": "image", "image": None},
+        {
+            "name": other.stem,
+            "path": str(other),
+            "bytes": other.stat().st_size,
+            "source": "image",
+            "images": [],
+            "image_bytes": 0,
+        },
     ]
     removed = lever("rm", "mine", other.stem).stderr.decode().splitlines()
-    assert removed[0].startswith("removed mine and its flash image, ")
+    assert removed[0].startswith("removed mine and its flash images, ")
     assert removed[1].startswith(f"removed {other.stem}, ")
     assert json.loads(lever("list", "--json").stdout) == []
     assert model.exists()

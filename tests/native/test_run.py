@@ -865,7 +865,7 @@ main()
 
 @pytest.fixture(scope="module")
 def partner(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model once more, as its own draft: another file, since the flash image of a draft stands for its source."""
+    """The model once more, as a draft of its own."""
     return tiny_model(tmp_path_factory.mktemp("partner") / "partner.gguf", arch="qwen2")
 
 

@@ -547,7 +547,7 @@ def test_list_shows_whole_models_one_a_line(lever: Lever, cached: Path) -> None:
 def test_list_is_json_on_request(lever: Lever, cached: Path) -> None:
     small = {"name": "small", "path": str(cached / "small.gguf"), "bytes": 1024, "source": "lever"}
     (image,) = (cached.parent / "images").iterdir()
-    small["image"] = {"path": str(image), "bytes": 2048}
+    small |= {"images": [str(image)], "image_bytes": 2048}
 
     assert small in json.loads(lever("list", "--json").out)
     assert small in json.loads(lever("list", LEVER_JSON="1").out)
@@ -562,7 +562,7 @@ def test_an_empty_list_says_how_to_fill_it(lever: Lever) -> None:
 
 
 def test_rm_deletes_what_it_is_told_and_nothing_else(lever: Lever, cached: Path) -> None:
-    assert lever("rm", "small").line == "removed small and its flash image, 3 KiB freed"
+    assert lever("rm", "small").line == "removed small and its flash images, 3 KiB freed"
     assert list((cached.parent / "images").iterdir()) == []
     assert sorted(path.name for path in cached.iterdir()) == ["half.gguf.part", f"{'long' * 30}.gguf"]
     assert lever("rm", "../home/models/half.gguf.part").code == 2

@@ -545,7 +545,7 @@ def test_the_flash_image_of_a_model_is_listed_and_removed_with_it() -> None:
     old.write_bytes(bytes(5))
     new.write_bytes(bytes(9))
     model, lone = list_models()
-    assert (model.image, model.image_bytes) == (new, 9)
+    assert (model.images, model.image_bytes) == ((new,), 9)
     assert (lone.path, lone.bytes, lone.source) == (old, 5, "image")
     assert remove(model.name) == Removed(2 * 200004, 14)
     assert list_models() == []

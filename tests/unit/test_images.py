@@ -16,7 +16,7 @@ from lever.errors import DamagedImage, StorageError
 from lever.gguf import IMAGE_CHECKSUMS, read
 from lever.models import Silent
 from lever.models.cache import place_hash
-from lever.models.images import Found, cached_images, find_image, image_path, remove_image, steady_sha256
+from lever.models.images import Found, cached_images, find_image, image_path, remove_images, steady_sha256
 from lever.pack import PackSettings, pack
 from lever.weights import image as weights_image
 from lever.weights.image import pack_command
@@ -293,7 +293,7 @@ def test_an_image_is_removed_alone(model: Path, tmp_path: Path) -> None:
     image, kept = packed(model), packed(other)
     size = image.stat().st_size
     assert cached_images() == sorted([image, kept])
-    assert (remove_image(model), remove_image(model)) == (size, 0)
+    assert (remove_images(model), remove_images(model)) == (size, 0)
     assert cached_images() == [kept]
     assert model.exists()
 

@@ -45,7 +45,7 @@ RANKS = (
     {"models"},
     {"pack", "profile"},
     {"doctor", "planner", "bench", "opening"},
-    {"peer", "plots"},
+    {"peer", "plots", "api"},
     {"cli"},
     {"__main__"},
 )

@@ -317,9 +317,24 @@ def test_a_flash_image_is_listed_with_its_model_and_removed_with_it(toy: Path) -
     image.parent.mkdir()
     image.write_bytes(bytes(7))
     (model,) = list_models()
-    assert (model.image, model.image_bytes) == (image, 7)
+    assert (model.images, model.image_bytes) == ((image,), 7)
     assert remove("toy") == Removed(sum(map(len, DATA)), 7)
     assert not image.exists()
+
+
+def test_a_drafts_image_is_listed_and_removed_with_its_model_and_has_a_name_of_its_own(toy: Path) -> None:
+    resolve("toy")
+    for image, size in ((image_path(toy), 7), (image_path(toy, draft=True), 5)):
+        image.parent.mkdir(parents=True, exist_ok=True)
+        image.write_bytes(bytes(size))
+    (model,) = list_models()
+    assert model.images == (image_path(toy), image_path(toy, draft=True))
+    assert remove("toy") == Removed(sum(map(len, DATA)), 12)
+    for draft in (False, True):
+        image_path(toy, draft=draft).write_bytes(bytes(3))
+    assert sorted(model.name for model in list_models()) == [f"drafts/{image.stem}", image.stem]
+    assert remove(f"drafts/{image.stem}") == Removed(0, 3)
+    assert image_path(toy).exists()
 
 
 def test_an_image_whose_model_is_elsewhere_is_listed_and_removed_by_its_own_name(toy: Path, tmp_path: Path) -> None:
@@ -330,7 +345,7 @@ def test_an_image_whose_model_is_elsewhere_is_listed_and_removed_by_its_own_name
     image.parent.mkdir()
     image.write_bytes(bytes(7))
     _, lone = list_models()
-    assert (lone.name, lone.path, lone.bytes, lone.source, lone.image) == (image.stem, image, 7, "image", None)
+    assert (lone.name, lone.path, lone.bytes, lone.source, lone.images) == (image.stem, image, 7, "image", ())
     assert remove(lone.name) == Removed(0, 7)
     assert mine.exists()
     assert [model.path for model in list_models()] == [toy]

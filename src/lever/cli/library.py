@@ -63,15 +63,14 @@ def list_(json_output: o.Json = False) -> None:
         return
     table = Table("NAME", "SIZE", "IMAGE", "SOURCE", "PATH", box=None, pad_edge=False)
     for m in models:
-        image = format_size(m.image_bytes) if m.image is not None else "-"
+        image = format_size(m.image_bytes) if m.images else "-"
         table.add_row(printable(m.name), format_size(m.bytes), image, m.source, printable(str(m.path)))
     write_table(table, wrap=False)
 
 
 def _document(model: CachedModel) -> dict[str, object]:
-    image = {"path": str(model.image), "bytes": model.image_bytes} if model.image is not None else None
     document = {"name": model.name, "path": str(model.path), "bytes": model.bytes, "source": model.source}
-    return document | {"image": image}
+    return document | {"images": [str(image) for image in model.images], "image_bytes": model.image_bytes}
 
 
 def rm(
@@ -86,5 +85,5 @@ def rm(
 
     for model in models:
         removed = remove(model)
-        both = " and its flash image" if removed.image_bytes and removed.bytes else ""
+        both = " and its flash images" if removed.image_bytes and removed.bytes else ""
         note(f"removed {model}{both}, {format_size(removed.bytes + removed.image_bytes)} freed")

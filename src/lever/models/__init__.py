@@ -34,13 +34,13 @@ class CachedModel:
     path: Path
     bytes: int
     source: Literal["lever", "hub", "image"]
-    image: Path | None = None  # its flash image
+    images: tuple[Path, ...] = ()  # its flash images: to write text with, and to draft with
     image_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Bytes that were freed, of a model and of its flash image."""
+    """Bytes that were freed, of a model and of its flash images."""
 
     bytes: int
     image_bytes: int = 0
@@ -75,15 +75,13 @@ def list_models() -> list[CachedModel]:
     """What is in lever's cache and, of GGUF files, in the hub's; then images of models that are in neither."""
     models = [_listed(path.stem, path, path.lstat().st_size, "lever") for path in _own_files()]
     models += [_listed(model.name, model.path, model.nbytes, "hub") for model in hub.cached_models()]
-    rest = sorted(set(images.cached_images()) - {model.image for model in models})
-    return models + [CachedModel(path.stem, path, path.lstat().st_size, "image") for path in rest]
+    rest = sorted(set(images.cached_images()) - {image for model in models for image in model.images})
+    return models + [CachedModel(images.name_of(path), path, path.lstat().st_size, "image") for path in rest]
 
 
 def _listed(name: str, path: Path, nbytes: int, source: Literal["lever", "hub"]) -> CachedModel:
-    image = images.image_path(path)
-    if not image.is_file():
-        return CachedModel(name, path, nbytes, source)
-    return CachedModel(name, path, nbytes, source, image, image.stat().st_size)
+    found = images.images_of(path)
+    return CachedModel(name, path, nbytes, source, found, sum(image.stat().st_size for image in found))
 
 
 def _own_files() -> list[Path]:
@@ -91,7 +89,7 @@ def _own_files() -> list[Path]:
 
 
 def remove(name: str) -> Removed:
-    """Delete a listed model and its flash image. Only what list_models() shows can be deleted."""
+    """Delete a listed model and its flash images. Only what list_models() shows can be deleted."""
     try:
         if name.startswith(hub.PREFIX):
             return _remove_from_hub(name)
@@ -103,7 +101,7 @@ def remove(name: str) -> Removed:
 
 def _remove_own(path: Path) -> Removed:
     with cache.exclusive(path.stem, Silent()):
-        nbytes, image_bytes = path.lstat().st_size, images.remove_image(path)
+        nbytes, image_bytes = path.lstat().st_size, images.remove_images(path)
         cache.forget(path)
         path.unlink()
     return Removed(nbytes, image_bytes)
@@ -121,7 +119,7 @@ def _remove_from_hub(name: str) -> Removed:
     model = hub.cached(hub.parse(name))
     if model is None:
         raise _not_cached(name)
-    image_bytes = sum(images.remove_image(file) for file in model.files)  # while the links tell which
+    image_bytes = sum(images.remove_images(file) for file in model.files)  # while the links tell which
     return Removed(hub.remove(model.files), image_bytes)
 
 

@@ -47,21 +47,35 @@ def images_dir() -> Path:
     return home() / "images"
 
 
-def image_path(source: Path) -> Path:
-    """Where the image of a model is kept, whether there is one or not; links and parts of a model lead to one place."""
+def image_path(source: Path, *, draft: bool = False) -> Path:
+    """Where the image of a model is kept, whether there is one or not; links and parts of a model lead to one place.
+
+    That of a `draft` has a place of its own: it is made unasked and in another type, so it may not stand for the model
+    where that writes the text.
+    """
     first = gguf_file.part_paths(source)[0]
     stem = re.sub(r"[^\w.-]+", "_", Path(os.path.realpath(first)).stem, flags=re.ASCII)[:80]
-    return images_dir() / f"{stem}-{place_hash(first)[:12]}.gguf"
+    return (images_dir() / "drafts" if draft else images_dir()) / f"{stem}-{place_hash(first)[:12]}.gguf"
 
 
 def cached_images() -> list[Path]:
     """All images in the cache."""
-    return sorted(images_dir().glob("*.gguf"))
+    return sorted(images_dir().rglob("*.gguf"))
 
 
-def find_image(source: Path, progress: Progress) -> Found | None:
+def name_of(image: Path) -> str:
+    """What an image in the cache is called where its model is elsewhere."""
+    return str(image.relative_to(images_dir()).with_suffix(""))
+
+
+def images_of(source: Path) -> tuple[Path, ...]:
+    """The images of a model in the cache: to write text with, and to draft with."""
+    return tuple(path for path in (image_path(source), image_path(source, draft=True)) if path.is_file())
+
+
+def find_image(source: Path, progress: Progress, *, draft: bool = False) -> Found | None:
     """The image of a model in the cache; None where there is none. A model that was changed is hashed anew."""
-    path = image_path(source)
+    path = image_path(source, draft=draft)
     if not path.is_file():
         return None
     image: Image | None = None
@@ -122,11 +136,10 @@ def steady_sha256(source: Path, progress: Progress) -> Callable[[], str]:
     return sha256
 
 
-def remove_image(source: Path) -> int:
-    """Delete the image of a model; the bytes freed."""
-    path = image_path(source)
-    if not path.is_file():
-        return 0
-    freed = path.stat().st_size
-    path.unlink()
+def remove_images(source: Path) -> int:
+    """Delete the images of a model; the bytes freed."""
+    freed = 0
+    for path in images_of(source):
+        freed += path.stat().st_size
+        path.unlink()
     return freed
