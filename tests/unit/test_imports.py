@@ -45,7 +45,7 @@ RANKS = (
     {"models"},
     {"pack", "profile"},
     {"doctor", "planner", "bench", "opening"},
-    {"peer", "plots", "api"},
+    {"peer", "plots", "api", "server"},
     {"cli"},
     {"__main__"},
 )

@@ -23,6 +23,7 @@ from lever.cli.pack import pack
 from lever.cli.plan import plan
 from lever.cli.profile import profile
 from lever.cli.run import run
+from lever.cli.serve import serve
 from lever.errors import DoesNotFit, LeverError, StorageError, UsageError
 
 VARIABLES = "Each flag has a variable: --top-k is LEVER_TOP_K. The command line wins over it."
@@ -57,6 +58,7 @@ app = typer.Typer(
     f"4 bad or unsupported file, 5 I/O, 130 stopped by Ctrl-C.\n\n{VARIABLES}",
 )
 app.command("run", cls=_Verb, epilog=VARIABLES)(run)
+app.command("serve", cls=_Verb, epilog=VARIABLES)(serve)
 app.command("plan", cls=_Verb)(plan)
 app.command("bench", cls=_Verb, epilog=VARIABLES)(bench)
 app.command("profile", cls=_Verb)(profile)

@@ -41,7 +41,7 @@ def variable(flag: str) -> str:
     return "LEVER_" + flag.removeprefix("--").replace("-", "_").upper()
 
 
-def _flag(panel: str, *names: str, value: str, help: str, **more: Any) -> Any:
+def flag(panel: str, *names: str, value: str, help: str, **more: Any) -> Any:
     """An option that takes a `value`, or SWITCH for none; its variable is that of its first long name."""
     long_name = next(name for name in names if name.startswith("--"))
     more.setdefault("envvar", variable(long_name))
@@ -104,18 +104,18 @@ ModelArgument = Annotated[
 ]
 ModelFlag = Annotated[
     str | None,
-    _flag(PROMPT, "-m", "--model", value="MODEL", help=f"The model, if not the first word. {_otherwise('demo')}"),
+    flag(PROMPT, "-m", "--model", value="MODEL", help=f"The model, if not the first word. {_otherwise('demo')}"),
 ]
-Prompt = Annotated[str | None, _flag(PROMPT, "-p", "--prompt", value="TEXT", help="What to answer; - reads stdin.")]
+Prompt = Annotated[str | None, flag(PROMPT, "-p", "--prompt", value="TEXT", help="What to answer; - reads stdin.")]
 PromptFile = Annotated[
-    Path | None, _flag(PROMPT, "-f", "--file", value="FILE", help="Read the prompt from this file; - is stdin.")
+    Path | None, flag(PROMPT, "-f", "--file", value="FILE", help="Read the prompt from this file; - is stdin.")
 ]
-System = Annotated[str | None, _flag(PROMPT, "-sys", "--system", value="TEXT", help="System message: how to answer.")]
-Raw = Annotated[bool, _flag(PROMPT, "--raw", value=SWITCH, help="No chat template: go on from the bare text.")]
+System = Annotated[str | None, flag(PROMPT, "-sys", "--system", value="TEXT", help="System message: how to answer.")]
+Raw = Annotated[bool, flag(PROMPT, "--raw", value=SWITCH, help="No chat template: go on from the bare text.")]
 
 Dram = Annotated[
     str,
-    _flag(
+    flag(
         MEMORY,
         "--dram",
         "--budget",
@@ -125,7 +125,7 @@ Dram = Annotated[
 ]
 Pin = Annotated[
     float | None,
-    _flag(
+    flag(
         MEMORY,
         "--pin",
         value="PERCENT",
@@ -134,7 +134,7 @@ Pin = Annotated[
 ]
 CtxSize = Annotated[
     int | None,
-    _flag(
+    flag(
         MEMORY,
         "-c",
         "--ctx-size",
@@ -143,16 +143,16 @@ CtxSize = Annotated[
     ),
 ]
 BatchSize = Annotated[
-    int, _flag(MEMORY, "-b", "--batch-size", value="N", help="Prompt tokens of one pass over the layers.")
+    int, flag(MEMORY, "-b", "--batch-size", value="N", help="Prompt tokens of one pass over the layers.")
 ]
 ThreadCount = Annotated[
     int | None,
-    _flag(MEMORY, "-t", "--threads", value="N", help=f"Compute threads at most. {_otherwise('the performance cores')}"),
+    flag(MEMORY, "-t", "--threads", value="N", help=f"Compute threads at most. {_otherwise('the performance cores')}"),
 ]
-Ring = Annotated[int, _flag(MEMORY, "--ring", value="N", help="Layers that reading ahead may hold, 3 or more.")]
+Ring = Annotated[int, flag(MEMORY, "--ring", value="N", help="Layers that reading ahead may hold, 3 or more.")]
 LayoutFlag = Annotated[
     Layout,
-    _flag(
+    flag(
         MEMORY,
         "--layout",
         value="LAYOUT",
@@ -163,7 +163,7 @@ LayoutFlag = Annotated[
 
 Draft = Annotated[
     str,
-    _flag(
+    flag(
         MEMORY,
         "-md",
         "--draft",
@@ -172,10 +172,10 @@ Draft = Annotated[
         "with the model, if it fits; lookup: none, guesses come from the text so far; none.",
     ),
 ]
-NoDraft = Annotated[bool, _flag(MEMORY, "--no-draft", value=SWITCH, help="Plain decoding: as --draft none.")]
+NoDraft = Annotated[bool, flag(MEMORY, "--no-draft", value=SWITCH, help="Plain decoding: as --draft none.")]
 PresetFlag = Annotated[
     str | None,
-    _flag(
+    flag(
         MEMORY,
         "--preset",
         value="NAME",
@@ -186,7 +186,7 @@ PresetFlag = Annotated[
 ]
 TreeAttentionFlag = Annotated[
     TreeAttention,
-    _flag(
+    flag(
         MEMORY,
         "--tree-attention",
         value="WAY",
@@ -196,16 +196,16 @@ TreeAttentionFlag = Annotated[
 ]
 NoImage = Annotated[
     bool,
-    _flag(MEMORY, "--no-image", value=SWITCH, help="Leave the model's flash image alone (see lever pack)."),
+    flag(MEMORY, "--no-image", value=SWITCH, help="Leave the model's flash image alone (see lever pack)."),
 ]
 NoProfile = Annotated[
     bool,
-    _flag(MEMORY, "--no-profile", value=SWITCH, help="Know nothing of this machine's speed (see lever profile)."),
+    flag(MEMORY, "--no-profile", value=SWITCH, help="Know nothing of this machine's speed (see lever profile)."),
 ]
 
 MaxTokens = Annotated[
     int,
-    _flag(
+    flag(
         SAMPLING,
         "-n",
         "--max-tokens",
@@ -215,29 +215,29 @@ MaxTokens = Annotated[
     ),
 ]
 Seed = Annotated[
-    int, _flag(SAMPLING, "-s", "--seed", value="N", help="Same seed, same text. -1: draw one and print it.")
+    int, flag(SAMPLING, "-s", "--seed", value="N", help="Same seed, same text. -1: draw one and print it.")
 ]
-Temperature = Annotated[float, _flag(SAMPLING, "--temp", value="X", help="Randomness. 0: always the likeliest token.")]
-TopK = Annotated[int, _flag(SAMPLING, "--top-k", value="N", help="Draw from the N likeliest tokens. 0: off.")]
+Temperature = Annotated[float, flag(SAMPLING, "--temp", value="X", help="Randomness. 0: always the likeliest token.")]
+TopK = Annotated[int, flag(SAMPLING, "--top-k", value="N", help="Draw from the N likeliest tokens. 0: off.")]
 TopP = Annotated[
-    float, _flag(SAMPLING, "--top-p", value="X", help="Draw from the likeliest with this probability. 1: off.")
+    float, flag(SAMPLING, "--top-p", value="X", help="Draw from the likeliest with this probability. 1: off.")
 ]
-MinP = Annotated[float, _flag(SAMPLING, "--min-p", value="X", help="Drop what is under X times the likeliest. 0: off.")]
+MinP = Annotated[float, flag(SAMPLING, "--min-p", value="X", help="Drop what is under X times the likeliest. 0: off.")]
 RepeatPenalty = Annotated[
-    float, _flag(SAMPLING, "--repeat-penalty", value="X", help="Divides what recent tokens score. 1: off.")
+    float, flag(SAMPLING, "--repeat-penalty", value="X", help="Divides what recent tokens score. 1: off.")
 ]
 RepeatLastN = Annotated[
-    int, _flag(SAMPLING, "--repeat-last-n", value="N", help="Tokens that count as recent. 0: off, -1: all.")
+    int, flag(SAMPLING, "--repeat-last-n", value="N", help="Tokens that count as recent. 0: off, -1: all.")
 ]
 PresencePenalty = Annotated[
-    float, _flag(SAMPLING, "--presence-penalty", value="X", help="Taken off each recent token. 0: off.")
+    float, flag(SAMPLING, "--presence-penalty", value="X", help="Taken off each recent token. 0: off.")
 ]
 FrequencyPenalty = Annotated[
-    float, _flag(SAMPLING, "--frequency-penalty", value="X", help="Taken off once per occurrence. 0: off.")
+    float, flag(SAMPLING, "--frequency-penalty", value="X", help="Taken off once per occurrence. 0: off.")
 ]
 LogitBias = Annotated[
     list[str] | None,
-    _flag(
+    flag(
         SAMPLING,
         "-l",
         "--logit-bias",
@@ -247,7 +247,7 @@ LogitBias = Annotated[
 ]
 Stop = Annotated[
     list[str],
-    _flag(
+    flag(
         SAMPLING,
         "--stop",
         value="TEXT",
@@ -258,15 +258,15 @@ Stop = Annotated[
     ),
 ]
 IgnoreEos = Annotated[
-    bool, _flag(SAMPLING, "--ignore-eos", value=SWITCH, help="Never draw a token that ends the answer.")
+    bool, flag(SAMPLING, "--ignore-eos", value=SWITCH, help="Never draw a token that ends the answer.")
 ]
 
-Json = Annotated[bool, _flag(OUTPUT, "--json", value=SWITCH, help="Print one JSON document on stdout instead of text.")]
-Offline = Annotated[bool, _flag(OUTPUT, "--offline", value=SWITCH, help="Ask no server: use what is in the caches.")]
-Quiet = Annotated[bool, _flag(OUTPUT, "-q", "--quiet", value=SWITCH, help="No figures and no progress on stderr.")]
+Json = Annotated[bool, flag(OUTPUT, "--json", value=SWITCH, help="Print one JSON document on stdout instead of text.")]
+Offline = Annotated[bool, flag(OUTPUT, "--offline", value=SWITCH, help="Ask no server: use what is in the caches.")]
+Quiet = Annotated[bool, flag(OUTPUT, "-q", "--quiet", value=SWITCH, help="No figures and no progress on stderr.")]
 Verbose = Annotated[
     bool,
-    _flag(
+    flag(
         OUTPUT, "-v", "--verbose", value=SWITCH, help="Say more on stderr: where the memory goes.", callback=_speak_up
     ),
 ]

@@ -1,0 +1,223 @@
+"""The application: which path is answered by whom, and through which gates requests come."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lever.errors import LeverError
+from lever.server import asked, openai, openapi
+from lever.server.about import card, props
+from lever.server.guard import BodyLimit, Guard, Keys
+from lever.server.metrics import TYPE, Metrics
+from lever.server.openai import Service
+from lever.server.refusals import ApiError, api_error, not_supported
+from lever.server.replies import Content, Health, ModelCard, ModelList, Prompt, TokenPiece, Tokens
+from lever.server.types import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from lever.server.worker import NotReady, Served
+
+BODY_LIMIT = 16 << 20  # bytes
+NO_SCRIPT = "'none'"
+PAGE = Path(__file__).with_name("page.html")
+# What other servers have: an honest answer is better than that there is nothing.
+ELSEWHERE = (
+    "/v1/embeddings", "/embeddings", "/embedding", "/v1/rerank", "/rerank", "/reranking", "/infill", "/v1/responses",
+    "/v1/messages", "/v1/audio/transcriptions", "/v1/images/generations", "/v1/moderations", "/lora-adapters", "/slots",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gates:
+    """Through which requests come."""
+
+    hosts: frozenset[str]
+    origins: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    body_limit: int = BODY_LIMIT
+
+
+def make_app(service: Service, gates: Gates, *, metrics: bool = False) -> Starlette:
+    """All of it."""
+    cors = Middleware(
+        CORSMiddleware, allow_origins=gates.origins, allow_methods=["GET", "POST"], allow_headers=["*"], max_age=600
+    )
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", openai.chat, methods=["POST"]),
+            Route("/v1/completions", openai.completions, methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{id:path}", model),
+            Route("/health", health),
+            Route("/v1/health", health),
+            Route("/props", show_props),
+            Route("/metrics", _shown(Metrics(service.worker)) if metrics else _metrics_are_off),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
+            Route("/apply-template", apply_template, methods=["POST"]),
+            Route("/openapi.json", describe),
+            Route("/", page),
+            *(Route(path, _elsewhere, methods=["GET", "POST"]) for path in ELSEWHERE),
+        ],
+        middleware=[
+            Middleware(Guard, hosts=gates.hosts, origins=gates.origins),
+            *([cors] if gates.origins else []),
+            Middleware(Keys, keys=gates.keys),
+            Middleware(BodyLimit, limit=gates.body_limit, timeout_s=service.timeout_s),
+        ],
+        exception_handlers={
+            ApiError: _refused,
+            LeverError: _refused,
+            HTTPException: _no_such_thing,
+            Exception: _refused,  # and uvicorn logs it
+        },
+    )
+    app.state.service = service
+    return app
+
+
+def reply(document: msgspec.Struct | dict[str, Any]) -> Response:
+    """JSON."""
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+async def health(http: Request) -> Response:
+    """200 once the model is ready."""
+    worker = _service(http).worker
+    if worker.state == "failed":
+        raise ApiError(500, f"the model could not be loaded: {worker.error}", type="server_error", code="load_failed")
+    worker.served  # noqa: B018  # raises while there is none
+    return reply(Health())
+
+
+async def models(http: Request) -> Response:
+    """The only one."""
+    return reply(ModelList([_card(http)]))
+
+
+async def model(http: Request) -> Response:
+    """The same, by its name."""
+    asked.check_model(http.path_params["id"], _service(http).names)
+    return reply(_card(http))
+
+
+async def show_props(http: Request) -> Response:
+    """What was decided about the model."""
+    service = _service(http)
+    return reply(props(service.names[0], service.worker.served))
+
+
+async def tokenize(http: Request) -> Response:
+    """As llama-server."""
+    service = _service(http)
+    tokenizer = service.worker.served.llm.tokenizer
+    request = asked.read(await http.body(), TokenizeRequest)
+    ids = await service.aside(
+        lambda: tokenizer.encode(request.content, add_special=request.add_special, parse_special=request.parse_special)
+    )
+    if not request.with_pieces:
+        return reply(Tokens([*ids]))
+    pieces = [tokenizer.token_bytes(token) or tokenizer.token_text(token).encode() for token in ids]
+    return reply(Tokens([TokenPiece(token, _text_or_bytes(piece)) for token, piece in zip(ids, pieces, strict=True)]))
+
+
+async def detokenize(http: Request) -> Response:
+    """As llama-server."""
+    llm = _service(http).worker.served.llm
+    request = asked.read(await http.body(), DetokenizeRequest)
+    asked.check_tokens(request.tokens, llm, "tokens")
+    return reply(Content(llm.tokenizer.decode(request.tokens)))
+
+
+async def apply_template(http: Request) -> Response:
+    """As llama-server."""
+    service = _service(http)
+    llm = service.worker.served.llm
+    request = asked.read(await http.body(), TemplateRequest)
+    return reply(Prompt(await service.aside(lambda: asked.chat_text(request, llm))))
+
+
+async def describe(_http: Request) -> Response:
+    """OpenAPI."""
+    return reply(openapi.document())
+
+
+async def page(_http: Request) -> Response:
+    """One file, which fetches nothing from elsewhere; its scripts are known by their hashes."""
+    html = PAGE.read_text()
+    scripts = [f"'sha256-{_hash(script)}'" for script in re.findall(r"<script>(.*?)</script>", html, re.DOTALL)]
+    policy = (
+        f"default-src 'none'; script-src {' '.join(scripts) or NO_SCRIPT}; style-src 'unsafe-inline'; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return Response(html, headers=headers, media_type="text/html")
+
+
+def _service(http: Request) -> Service:
+    service: Service = http.app.state.service
+    return service
+
+
+def _card(http: Request) -> ModelCard:
+    service = _service(http)
+    try:
+        served: Served | None = service.worker.served
+    except NotReady:
+        served = None
+    return card(service.names[0], service.created, served)
+
+
+def _shown(metrics: Metrics) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    async def show_metrics(_http: Request) -> Response:
+        return Response(metrics.text(), headers={"Content-Type": TYPE})
+
+    return show_metrics
+
+
+async def _metrics_are_off(_http: Request) -> Response:
+    raise not_supported("this server shows no metrics: start it with --metrics")
+
+
+async def _elsewhere(http: Request) -> Response:
+    raise not_supported(f"lever does not have {http.url.path}")
+
+
+async def _refused(_http: Request, error: Exception) -> Response:
+    return api_error(error).response()
+
+
+async def _no_such_thing(http: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    words = {404: f"there is no {http.url.path[:100]}", 405: f"{http.method} is not for {http.url.path[:100]}"}
+    refusal = ApiError(error.status_code, words.get(error.status_code, error.detail), headers=error.headers)
+    return refusal.response()
+
+
+def _hash(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _text_or_bytes(piece: bytes) -> str | list[int]:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)

@@ -1,0 +1,128 @@
+"""Listens, serves until somebody has enough, and gives everything back. Knows no endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from lever.errors import LeverError
+from lever.server.worker import Worker
+
+LAST_WORDS_S = 3.0  # for replies to end in, before connections are cut
+FAILED_S = 1.0  # for which a failure to load is told over HTTP
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket there; port 0 is any. LeverError if it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise LeverError(f"cannot listen on {host}: {error.strerror or error}") from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(128)
+    except OSError as error:
+        listening.close()
+        raise LeverError(f"cannot listen on {host}:{port}: {error.strerror}; choose another one with --port") from error
+    return listening
+
+
+def url_of(listening: socket.socket) -> str:
+    """Where it can be reached."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(app: Starlette, worker: Worker, listening: socket.socket, on_listening: Callable[[], None]) -> int | None:
+    """Until a signal, whose number is returned, or until the model could not be loaded: then its error is raised."""
+    server = Server(app, worker)
+    with _signals(server.handle_exit):
+        asyncio.run(server.until_the_end(listening, on_listening))
+    if worker.error is not None:
+        raise worker.error
+    return server.signal
+
+
+@contextmanager
+def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM go to the handler. Where one is ignored it stays so: there it is meant for others."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, other in before.items():
+        if other != signal.SIG_IGN:
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, other in before.items():
+            signal.signal(number, other)
+
+
+class Server(uvicorn.Server):
+    """An application and the worker behind it."""
+
+    def __init__(self, app: Starlette, worker: Worker) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(LAST_WORDS_S),
+            )
+        )
+        self.signal: int | None = None
+        self._worker = worker
+
+    async def until_the_end(self, listening: socket.socket, on_listening: Callable[[], None]) -> None:
+        """Serve until `stop`, a signal, or a model that could not be loaded; the worker has ended then."""
+        self._worker.start()
+        watching = asyncio.ensure_future(self._watch(on_listening))
+        try:
+            await self.serve([listening])
+        finally:
+            watching.cancel()
+            # Jobs hand their events to this loop: it has to be there until they have ended.
+            self._worker.stop()
+            await asyncio.to_thread(self._worker.join)
+
+    async def _watch(self, on_listening: Callable[[], None]) -> None:
+        while not self.started:
+            await asyncio.sleep(0.01)
+        on_listening()
+        while self._worker.state != "failed":
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(FAILED_S)
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """They are taken for longer than this: until the model is given back."""
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  # as signal has it
+        """End answers within a layer, and then the server; the second time at once."""
+        if self.signal is not None:
+            os._exit(128 + sig)
+        self.signal = sig
+        self.stop()
+
+    def stop(self) -> None:
+        """From any thread."""
+        self.should_exit = True
+        self._worker.stop()
