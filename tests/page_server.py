@@ -1,4 +1,4 @@
-"""What `lever serve` answers to its page, as a test tells it: no model behind it, and every pause in the test's hand."""
+"""What `lever serve` answers to its page, as a test tells it: without a model, and each pause is the test's own."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ Chunk = dict[str, Any]
 Step = Chunk | str | threading.Event  # a chunk of the stream; raw text; a pause until the event is set
 
 PROPS: Chunk = {
-    "model": "/models/target-8b-q4_0.gguf",
+    "model": "target-8b-q4_0.gguf",
     "draft": "/models/draft-0.5b-q4_0.gguf",
     "preset": "lever",
     "n_ctx": 4096,
-    "dram_budget_bytes": 900 << 20,
-    "memory": {"Python": 120 << 20, "KV cache": 112 << 20, "draft": 300 << 20, "ring": 84 << 20},
+    "memory": {
+        "budget": 900 << 20,
+        "planned": 616 << 20,
+        "parts": {"Python": 120 << 20, "KV cache": 112 << 20, "draft": 300 << 20, "ring": 84 << 20, "projection": 0},
+    },
     "bytes_per_pass": 740_000_000,
     "plain_pass_s": 0.5,
     "version": "0.0",
@@ -42,7 +45,13 @@ def says(text: str) -> Chunk:
 
 def ends(reason: str = "stop", tokens_per_s: float = 10.0) -> Chunk:
     """The chunk with the reason why it ended, and the figures."""
-    timings = {"prompt_n": 9, "predicted_n": 12, "predicted_per_second": tokens_per_s, "draft_n": 9, "draft_n_accepted": 4}
+    timings = {
+        "prompt_n": 9,
+        "predicted_n": 12,
+        "predicted_per_second": tokens_per_s,
+        "draft_n": 9,
+        "draft_n_accepted": 4,
+    }
     return {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}], "timings": timings}
 
 
@@ -84,10 +93,10 @@ class PageServer:
             ]
         )
 
-    async def _page(self, request: Request) -> Response:
+    async def _page(self, _request: Request) -> Response:
         return Response(page().body, media_type="text/html", headers={"Content-Security-Policy": page().policy})
 
-    async def _health(self, request: Request) -> Response:
+    async def _health(self, _request: Request) -> Response:
         return JSONResponse({"status": self.loading or "ok"}, 503 if self.loading else 200)
 
     async def _props(self, request: Request) -> Response:
@@ -100,22 +109,23 @@ class PageServer:
         answer = self.answers.popleft()
         if isinstance(answer, Response):
             return answer
-        return StreamingResponse(self._stream(request, answer), media_type="text/event-stream")
+        return StreamingResponse(self._stream(answer), media_type="text/event-stream")
 
     def _allowed(self, request: Request) -> bool:
         return self.key is None or request.headers.get("Authorization") == f"Bearer {self.key}"
 
-    async def _stream(self, request: Request, steps: list[Step]) -> AsyncIterator[str]:
-        for step in steps:
-            while isinstance(step, threading.Event) and not step.is_set():
-                if await request.is_disconnected():
-                    self.left.set()
-                    return
-                await asyncio.sleep(0.01)
-            if isinstance(step, dict):
-                yield f"data: {json.dumps(step)}\n\n"
-            elif isinstance(step, str):
-                yield step
+    async def _stream(self, steps: list[Step]) -> AsyncIterator[str]:
+        try:
+            for step in steps:
+                while isinstance(step, threading.Event) and not step.is_set():
+                    await asyncio.sleep(0.01)
+                if isinstance(step, dict):
+                    yield f"data: {json.dumps(step)}\n\n"
+                elif isinstance(step, str):
+                    yield step
+        except asyncio.CancelledError:  # which is what starlette makes of a page that goes away
+            self.left.set()
+            raise
 
 
 DONE = "data: [DONE]\n\n"

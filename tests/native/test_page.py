@@ -1,97 +1,21 @@
-"""The page of `lever serve` in a real browser: what people do with it, what a hostile model or a failing server does."""
+"""The page of `lever serve` in a real browser: what people do with it, what hostile models and failing servers do."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.lacking import lacking, needs
-from tests.page_server import DONE, PageServer, cycle, ends, node, refuses, says, serving
+from tests.browser import ANSWER, ask, asked, opened, shown
+from tests.page_server import DONE, PageServer, cycle, ends, node, refuses, says
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
 
-CHROMIUM = shutil.which("chromium")
-FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
---disable-component-update --disable-sync"""
-PHONE = {"width": 360, "height": 740}
-TREE = (
-    node(" the", -1, "root", 1.0),
-    node(" quick", 0, "accepted", 0.9),
-    node(" slow", 0, "checked", 0.05),
-    node(" brown\n", 1, "accepted", 0.8),
-    node(" red", 1, "drafted", 0.04),
-    node(" <b>", 2, "pruned", 0.02),
-)
-ANSWER = [cycle(*TREE, new_tokens=3), says("quick **brown**"), cycle(), says(" fox"), ends(), DONE]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    playwright = needs("playwright.sync_api")
-    if CHROMIUM is None:
-        lacking("there is no chromium")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def server() -> Iterator[PageServer]:
-    with serving(PageServer()) as server:
-        yield server
-
-
-@pytest.fixture
-def context(browser: Browser, server: PageServer) -> Iterator[BrowserContext]:
-    """A tab's surroundings. At its end: nothing went wrong in a page, or against its policy, or to another origin."""
-    context = browser.new_context(base_url=server.url)
-    context.set_default_timeout(20_000)
-    problems: list[str] = []
-    context.on("weberror", lambda error: problems.append(str(error.error)))
-    context.on("console", lambda line: problems.append(line.text) if line.type in ("error", "warning") else None)
-    context.on("request", lambda it: None if it.url.startswith((server.url, "data:")) else problems.append(it.url))
-    yield context
-    context.close()
-    assert [line for line in problems if not line.startswith("Failed to load resource")] == []
-
-
-@pytest.fixture
-def page(context: BrowserContext) -> Page:
-    """The page, ready for a question."""
-    page = context.new_page()
-    page.goto("/")
-    page.wait_for_selector("#facts div")
-    return page
-
-
-def ask(page: Page, question: str = "What jumps?") -> None:
-    page.fill("#question", question)
-    page.press("#question", "Enter")
-
-
-def asked(page: Page, question: str = "What jumps?") -> None:
-    """Ask, and wait for the end of the answer."""
-    ask(page, question)
-    page.get_by_role("button", name="Regenerate").last.wait_for()
-
-
-def shown(page: Page) -> str:
-    return page.inner_text(".text >> nth=-1")
-
-
-def opened(page: Page) -> None:
-    """Ask, and open what the engine did."""
-    asked(page)
-    page.click("summary")
-    page.wait_for_selector(".tree svg")
+pytest_plugins = ["tests.browser"]
 
 
 # --- asking -------------------------------------------------------------------------------------------------
@@ -210,7 +134,9 @@ def test_the_limit_of_tokens_is_told(server: PageServer, page: Page) -> None:
 # --- waiting ------------------------------------------------------------------------------------------------
 
 
-def test_while_the_model_is_loaded_the_page_says_so_and_sends_nothing(server: PageServer, context: BrowserContext) -> None:
+def test_while_the_model_is_loaded_the_page_says_so_and_sends_nothing(
+    server: PageServer, context: BrowserContext
+) -> None:
     server.loading = "reading the weights"
     page = context.new_page()
     page.goto("/")
@@ -273,7 +199,7 @@ def test_K5_an_error_is_told_and_can_be_tried_again(server: PageServer, page: Pa
     server.answers.extend([answer, [says("Foxes."), ends(), DONE]])
     ask(page)
     page.get_by_role("alert").get_by_text(words).wait_for()
-    page.click("text=Try again")
+    page.get_by_role("button", name="Try again").click()
     page.get_by_role("button", name="Regenerate").wait_for()
 
     assert shown(page) == "Foxes."
@@ -289,7 +215,9 @@ def test_a_question_without_an_answer_is_not_sent_again(server: PageServer, page
     assert server.asked[1]["messages"] == [{"role": "user", "content": "second"}]
 
 
-def test_a_server_that_wants_a_key_gets_it_once_and_the_tab_keeps_it(server: PageServer, context: BrowserContext) -> None:
+def test_a_server_that_wants_a_key_gets_it_once_and_the_tab_keeps_it(
+    server: PageServer, context: BrowserContext
+) -> None:
     server.key = "secret"
     server.answers.append([says("Foxes."), ends(), DONE])
     page = context.new_page()
@@ -332,7 +260,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_text_stays_text(server: PageServer, page: Page, name: str) -> None:
-    page.evaluate("window.hit = () => { window.hits = 1; }")
+    page.evaluate("() => { window.hit = () => { window.hits = 1; }; }")
     text = HOSTILE[name]
     server.answers.append([cycle(node(text, -1, "root", 1.0)), says(text), ends(), DONE])
     opened(page)
@@ -348,10 +276,9 @@ def test_hostile_text_stays_text(server: PageServer, page: Page, name: str) -> N
         assert content == text.replace("\x00", "\ufffd") or content == text
 
 
-@pytest.mark.parametrize("unit", ["A", "*", "**a ", "`x ", "[", "_a", "> ", "- a\n", "|a|\n|-|\n", "~~~\n", " ", "# a\n"])
+@pytest.mark.parametrize("unit", ["A", "**a ", "[", "- a\n"])
 def test_a_megabyte_of_anything_is_shown_and_the_page_lives(server: PageServer, page: Page, unit: str) -> None:
-    n = 1_000_000 if unit.strip() == unit and "\n" not in unit else 200_000  # of lines, each an element, fewer do
-    text = unit * (n // len(unit))
+    text = unit * (1_000_000 // len(unit))
     pieces = [says(text[at : at + 50_000]) for at in range(0, len(text), 50_000)]
     server.answers.extend([[*pieces, ends(), DONE], [says("alive"), ends(), DONE]])
     page.set_default_timeout(60_000)
@@ -377,7 +304,7 @@ def test_the_policy_lets_nothing_in_that_is_not_in_the_file(server: PageServer, 
       styled.setAttribute("style", "color: red");
       document.body.append(script, image, styled);
     }""")
-    page.wait_for_function("window.refused.length === 3")
+    page.wait_for_function("() => window.refused.length === 3")
 
     assert sorted(page.evaluate("window.refused")) == ["img-src", "script-src-elem", "style-src-attr"]
     assert page.evaluate("window.hit") is None
@@ -401,7 +328,7 @@ MARKDOWN = [
 
 
 @pytest.mark.parametrize(("text", "tags"), MARKDOWN)
-def test_markdown_becomes_elements_at_once_or_piece_by_piece(server: PageServer, page: Page, text: str, tags: str) -> None:
+def test_markdown_becomes_elements_at_once_or_piece_by_piece(page: Page, text: str, tags: str) -> None:
     whole = page.evaluate("(text) => { const it = new Rendered(); it.show(text); return it.element.outerHTML; }", text)
     grown = page.evaluate(
         "(text) => { const it = new Rendered(); for (let n = 0; n <= text.length; n++) it.show(text.slice(0, n));"
