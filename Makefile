@@ -27,7 +27,7 @@ setup-tests: $(UV) browser
 	@echo "lever: setting up: packages, ggml compiled for this CPU (about a minute the first time), demo models (1.6 GB)" >&2
 	@$(UV) sync --inexact --all-extras --group dev
 
-# The page is tested in Debian's Chromium. Where it cannot be installed, those tests are skipped and say so.
+# The page is tested in Debian's Chromium. Without apt-get, or rights to use it, those tests are skipped and say so.
 browser:
 	@if ! command -v chromium >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 	  echo "lever: installing chromium, for the tests of the page" >&2; \

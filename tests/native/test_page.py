@@ -15,8 +15,6 @@ from tests.page_server import DONE, PageServer, cycle, ends, node, refuses, says
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
 
-pytest_plugins = ["tests.browser"]
-
 
 # --- asking -------------------------------------------------------------------------------------------------
 

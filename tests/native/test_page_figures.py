@@ -14,8 +14,6 @@ from tests.page_server import DONE, PageServer, cycle, ends, node, refuses, says
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Page
 
-pytest_plugins = ["tests.browser"]
-
 # A node as it is drawn: its text, state, left edge and row.
 DRAWN = """groups => groups.map(group => {
   const box = group.querySelector("rect");
