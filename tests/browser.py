@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.page_server import DONE, cycle, ends, node, says
+from tests.page_server import DONE, Step, cycle, ends, node, says
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -17,7 +17,7 @@ TREE = (
     node(" red", 1, "drafted", 0.04),
     node(" <b>", 2, "pruned", 0.02),
 )
-ANSWER = [cycle(*TREE, new_tokens=3), says("quick **brown**"), cycle(), says(" fox"), ends(), DONE]
+ANSWER: list[Step] = [cycle(*TREE, new_tokens=3), says("quick **brown**"), cycle(), says(" fox"), ends(), DONE]
 
 
 def ask(page: Page, question: str = "What jumps?") -> None:

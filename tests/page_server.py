@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,7 +74,7 @@ class PageServer:
     """Gives the page, and to each question the next of `answers`: the steps of a stream, or a refusal as it is."""
 
     def __init__(self) -> None:
-        self.answers: deque[list[Step] | Response] = deque()
+        self.answers: deque[Sequence[Step] | Response] = deque()
         self.asked: list[Chunk] = []  # bodies of the questions
         self.left = threading.Event()  # set when the page goes away in the middle of an answer
         self.loading: str | None = None  # what /health says instead of "ok"
@@ -114,7 +114,7 @@ class PageServer:
     def _allowed(self, request: Request) -> bool:
         return self.key is None or request.headers.get("Authorization") == f"Bearer {self.key}"
 
-    async def _stream(self, steps: list[Step]) -> AsyncIterator[str]:
+    async def _stream(self, steps: Sequence[Step]) -> AsyncIterator[str]:
         try:
             for step in steps:
                 while isinstance(step, threading.Event) and not step.is_set():

@@ -1,6 +1,6 @@
 """Make the picture of the page for the README: python docs/images/page.py URL PNG, with `lever serve demo` at the URL.
 
-Asks a question, waits for the answer, and opens a cycle that brought many tokens. Needs Debian's chromium and Playwright.
+Asks a question, waits for the answer, and opens a cycle that brought many tokens. Needs chromium and Playwright.
 """
 
 from __future__ import annotations

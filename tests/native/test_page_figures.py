@@ -9,7 +9,7 @@ import pytest
 
 from tests.browser import ANSWER, TREE, ask, asked, opened, shown
 from tests.lacking import needs
-from tests.page_server import DONE, PageServer, cycle, ends, node, refuses, says
+from tests.page_server import DONE, PageServer, Step, cycle, ends, node, refuses, says
 
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Page
@@ -20,7 +20,7 @@ DRAWN = """groups => groups.map(group => {
   return { text: group.querySelector("text").textContent, state: group.getAttribute("class"),
     x: Number(box.getAttribute("x")), y: Number(box.getAttribute("y")) };
 })"""
-LONG = [
+LONG: list[Step] = [
     cycle(*TREE, *(node(f" word{i}", i, "drafted", 0.1) for i in range(5, 20)), new_tokens=3),
     says(
         "word" * 100 + " `" + "code" * 50 + "`\n\n```\n" + "x" * 300 + "\n```\n\n|a|b|\n|-|-|\n|" + "c" * 90 + "|d|\n"
