@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tests.page_server import DONE, Step, cycle, ends, node, says
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, BrowserContext, Page
 
 TREE = (
     node(" the", -1, "root", 1.0),
@@ -18,6 +20,20 @@ TREE = (
     node(" <b>", 2, "pruned", 0.02),
 )
 ANSWER: list[Step] = [cycle(*TREE, new_tokens=3), says("quick **brown**"), cycle(), says(" fox"), ends(), DONE]
+
+
+@contextmanager
+def tab(browser: Browser, url: str) -> Iterator[BrowserContext]:
+    """A tab's surroundings. At its end: nothing went wrong in a page, or against its policy, or to another origin."""
+    context = browser.new_context(base_url=url)
+    context.set_default_timeout(20_000)
+    problems: list[str] = []
+    context.on("weberror", lambda error: problems.append(str(error.error)))
+    context.on("console", lambda line: problems.append(line.text) if line.type in ("error", "warning") else None)
+    context.on("request", lambda it: None if it.url.startswith((url, "data:")) else problems.append(it.url))
+    yield context
+    context.close()
+    assert [line for line in problems if not line.startswith("Failed to load resource")] == []
 
 
 def ask(page: Page, question: str = "What jumps?") -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.browser import tab
 from tests.lacking import lacking, needs
 from tests.page_server import PageServer, serving
 
@@ -38,16 +39,8 @@ def server() -> Iterator[PageServer]:
 
 @pytest.fixture
 def context(browser: Browser, server: PageServer) -> Iterator[BrowserContext]:
-    """A tab's surroundings. At its end: nothing went wrong in a page, or against its policy, or to another origin."""
-    context = browser.new_context(base_url=server.url)
-    context.set_default_timeout(20_000)
-    problems: list[str] = []
-    context.on("weberror", lambda error: problems.append(str(error.error)))
-    context.on("console", lambda line: problems.append(line.text) if line.type in ("error", "warning") else None)
-    context.on("request", lambda it: None if it.url.startswith((server.url, "data:")) else problems.append(it.url))
-    yield context
-    context.close()
-    assert [line for line in problems if not line.startswith("Failed to load resource")] == []
+    with tab(browser, server.url) as context:
+        yield context
 
 
 @pytest.fixture
