@@ -1,4 +1,4 @@
-"""Make the picture of the page for the README: python docs/images/make_page.py URL PNG, with `lever serve demo` at the URL.
+"""Make the README's picture of the page: python docs/images/make_page.py URL PNG, with `lever serve demo` at the URL.
 
 Asks a question, waits for the answer, and opens a cycle that brought many tokens. Needs chromium and Playwright.
 """
