@@ -1,6 +1,6 @@
 # Two commands: `make run` answers a question with the demo model, `make test` runs the tests.
 # Both set up what they need: uv (into .tools, if there is none), ggml compiled for this CPU, the demo model.
-.PHONY: run test lint setup setup-tests clean
+.PHONY: run test lint setup setup-tests browser clean
 
 PYTHON ?= python3
 QUESTION ?= Why is the sky blue? Answer in two sentences.
@@ -23,9 +23,16 @@ setup: $(UV)
 	@echo "lever: setting up: packages, ggml compiled for this CPU (about a minute the first time), demo models (1.6 GB)" >&2
 	@$(UV) sync --inexact --extra demo
 
-setup-tests: $(UV)
+setup-tests: $(UV) browser
 	@echo "lever: setting up: packages, ggml compiled for this CPU (about a minute the first time), demo models (1.6 GB)" >&2
 	@$(UV) sync --inexact --all-extras --group dev
+
+# The page is tested in Debian's Chromium. Without apt-get, or rights to use it, those tests are skipped and say so.
+browser:
+	@if ! command -v chromium >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	  echo "lever: installing chromium, for the tests of the page" >&2; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium >/dev/null; \
+	fi
 
 # Only reached where uv is not on the PATH.
 .tools/bin/uv:

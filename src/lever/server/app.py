@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,14 +21,13 @@ from lever.server.about import card, props
 from lever.server.guard import BodyLimit, Guard, Keys
 from lever.server.metrics import TYPE, Metrics
 from lever.server.openai import Service
+from lever.server.page import page
 from lever.server.refusals import ApiError, api_error, not_supported
 from lever.server.replies import Content, Health, ModelCard, ModelList, Prompt, TokenPiece, Tokens
 from lever.server.types import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from lever.server.worker import NotReady, Served
 
 BODY_LIMIT = 16 << 20  # bytes
-NO_SCRIPT = "'none'"
-PAGE = Path(__file__).with_name("page.html")
 # What other servers have: an honest answer is better than that there is nothing.
 ELSEWHERE = (
     "/v1/embeddings", "/embeddings", "/embedding", "/v1/rerank", "/rerank", "/reranking", "/infill", "/v1/responses",
@@ -69,7 +64,7 @@ def make_app(service: Service, gates: Gates, *, metrics: bool = False) -> Starle
             Route("/detokenize", detokenize, methods=["POST"]),
             Route("/apply-template", apply_template, methods=["POST"]),
             Route("/openapi.json", describe),
-            Route("/", page),
+            Route("/", show_page),
             *(Route(path, _elsewhere, methods=["GET", "POST"]) for path in ELSEWHERE),
         ],
         middleware=[
@@ -155,21 +150,16 @@ async def describe(_http: Request) -> Response:
     return reply(openapi.document())
 
 
-async def page(_http: Request) -> Response:
-    """One file, which fetches nothing from elsewhere; its scripts are known by their hashes."""
-    html = PAGE.read_text()
-    scripts = [f"'sha256-{_hash(script)}'" for script in re.findall(r"<script>(.*?)</script>", html, re.DOTALL)]
-    policy = (
-        f"default-src 'none'; script-src {' '.join(scripts) or NO_SCRIPT}; style-src 'unsafe-inline'; img-src data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
+async def show_page(_http: Request) -> Response:
+    """One file, which fetches nothing from elsewhere."""
+    shown = page()
     headers = {
-        "Content-Security-Policy": policy,
+        "Content-Security-Policy": shown.policy,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-    return Response(html, headers=headers, media_type="text/html")
+    return Response(shown.body, headers=headers, media_type="text/html")
 
 
 def _service(http: Request) -> Service:
@@ -210,10 +200,6 @@ async def _no_such_thing(http: Request, error: Exception) -> Response:
     words = {404: f"there is no {http.url.path[:100]}", 405: f"{http.method} is not for {http.url.path[:100]}"}
     refusal = ApiError(error.status_code, words.get(error.status_code, error.detail), headers=error.headers)
     return refusal.response()
-
-
-def _hash(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _text_or_bytes(piece: bytes) -> str | list[int]:

@@ -1,0 +1,52 @@
+"""The page of `lever serve` in Debian's Chromium, driven by Playwright; the server behind it does what a test says."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.browser import tab
+from tests.lacking import lacking, needs
+from tests.page_server import PageServer, serving
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page
+
+CHROMIUM = shutil.which("chromium")
+FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+--disable-component-update --disable-sync"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    playwright = needs("playwright.sync_api")
+    if CHROMIUM is None:
+        lacking("there is no chromium")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def server() -> Iterator[PageServer]:
+    with serving(PageServer()) as server:
+        yield server
+
+
+@pytest.fixture
+def context(browser: Browser, server: PageServer) -> Iterator[BrowserContext]:
+    with tab(browser, server.url) as context:
+        yield context
+
+
+@pytest.fixture
+def page(context: BrowserContext) -> Page:
+    """The page, ready for a question."""
+    page = context.new_page()
+    page.goto("/")
+    page.wait_for_selector("#facts div")
+    return page
