@@ -84,7 +84,7 @@ class Conversation:
         """The answer to `text`, to be iterated over inside. What has come of it at the end is the answer, also of one
         that was given up; where nothing has, all is as if nobody had asked.
 
-        `on_prompt` is told how many tokens of the prompt are new, and gives what is told of them as they are read.
+        `on_prompt` is told how many tokens of the prompt are to be read, and gives what is told of them as they are.
         ContextOverflow when there is no room for an answer. TemplateError or UsageError when the template or the
         tokenizer refuses the text.
         """
@@ -119,7 +119,7 @@ class Conversation:
                 raise ContextOverflow(
                     f"the conversation has {len(prompt)} tokens and the context {self.n_ctx}: {WAYS_OUT}"
                 )
-            generation = self.llm.generate(prompt, self.settings, on_prompt(len(prompt) - n_known))
+            generation = self.llm.generate(prompt, self.settings, on_prompt(max(len(prompt) - n_known, 1)))
             yield generation
         finally:
             if generation is None or not (generation.text or generation.finish_reason == "stop"):
