@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TextIO
 
-from lever.cli.console import Bar, bar, complain, note
-from lever.cli.entry import Command, Message, entries, meaning
+from lever.cli.console import Bar, bar, complain, note, stderr
+from lever.cli.entry import MORE, PROMPT, Command, Message, entries, meaning
 from lever.cli.options import INTERRUPTED
 from lever.cli.showing import Waiting, figures, on_interrupt, short_figures, show
 from lever.conversation import SETTINGS, Conversation, near, settings_to_dict, with_setting
@@ -40,59 +42,89 @@ class Setup:
 
 def chat(wanted: Wanted, settings: ModelSettings, request: GenerationSettings, setup: Setup) -> int:
     """Answer until there is nothing more to answer; the exit code."""
+    read = _reader(setup)  # before anything is planned: what it imports is of the budget
     with bar(quiet=setup.quiet) as progress, open_llm(wanted, settings, progress) as llm:
         if llm.template is None:
             raise TemplateError(f"{llm.name} has no chat template: lever run --raw goes on from a bare text")
         tuning = prepare(llm, progress, use_profile=setup.use_profile)
         progress.finish()
         talk = Chat(Conversation(llm, request, setup.system), tuning, progress, quiet=setup.quiet)
-        screen = _screen()
-        if screen is None:
-            return piped(talk)
-        return typed(talk, screen, home() / HISTORY if setup.keep_history else None)
+        return piped(talk) if read is None else typed(talk, read)
 
 
-def _screen() -> TextIO | None:
-    """The terminal to type on; None where there is none, or nothing to type with."""
+def _reader(setup: Setup) -> Callable[[], str] | None:
+    """What reads an entry from the terminal, or None where there is none."""
     if sys.stdin is None or not sys.stdin.isatty():
         return None
-    return next((stream for stream in (sys.stderr, sys.stdout) if stream is not None and stream.isatty()), None)
+    screen = next((stream for stream in (sys.stderr, sys.stdout) if stream is not None and stream.isatty()), None)
+    if screen is None:
+        return None
+    if stderr.is_dumb_terminal:
+        return partial(_read_plainly, screen)
+    from lever.cli.prompting import Prompt
+
+    history = home() / HISTORY if setup.keep_history else None
+    return Prompt(screen, history, {f"/{name}": command.words for name, command in COMMANDS.items()}).read
+
+
+def _read_plainly(screen: TextIO) -> str:
+    """An entry from a terminal that edits lines by itself and can do no more. EOFError at the end."""
+
+    def lines() -> Iterator[str]:
+        for mark in chain([PROMPT], repeat(MORE)):
+            screen.write(mark)
+            screen.flush()
+            line = sys.stdin.buffer.readline()
+            if not line:
+                return
+            yield _text(line)
+
+    for entry in entries(lines()):
+        return entry
+    screen.write("\n")
+    raise EOFError
 
 
 def piped(talk: Chat) -> int:
     """Take entries from stdin, in lines. An error ends it, and Ctrl-C."""
-    for entry in entries(_lines()):
-        talk.take(entry)
-        if talk.interrupted:
-            return INTERRUPTED
-        if talk.over:
-            break
-    return 0
-
-
-def _lines() -> Iterator[str]:
-    """Lines of stdin without their ends, each as it comes; invalid bytes are kept as surrogate escapes."""
     if sys.stdin is None:
         raise StorageError("stdin is closed: there is nobody to chat with")
     try:
-        for line in sys.stdin.buffer:
-            yield line.decode("utf-8", "surrogateescape").removesuffix("\n").removesuffix("\r")
+        for entry in entries(map(_text, sys.stdin.buffer)):
+            talk.take(entry)
+            if talk.interrupted:
+                return INTERRUPTED
+            if talk.over:
+                break
     except OSError as error:
         raise StorageError(f"cannot read stdin: {error.strerror}") from error
+    return 0
 
 
-def typed(talk: Chat, screen: TextIO, history: Path | None) -> int:
-    """Take entries from a terminal. Errors are told, and it goes on; Ctrl-C ends an answer, and twice the chat."""
-    from lever.cli.prompting import Prompt
+def _text(line: bytes) -> str:
+    """A line without its end; bytes that are not UTF-8 are kept as surrogate escapes."""
+    return line.decode("utf-8", "surrogateescape").removesuffix("\n").removesuffix("\r")
 
-    prompt = Prompt(screen, history, {f"/{name}": command.words for name, command in COMMANDS.items()})
+
+def typed(talk: Chat, read: Callable[[], str]) -> int:
+    """Take entries from a terminal, until EOFError or a second KeyboardInterrupt in a row. Errors of one are told, and
+    it goes on.
+    """
     llm = talk.conversation.llm
     talk.say(f"{llm.name}, context {talk.conversation.n_ctx}: /help shows what can be done, Ctrl-D ends the chat")
+    warned = False
     while not talk.over:
         try:
-            entry = prompt.read()
+            entry = read()
         except EOFError:
             break
+        except KeyboardInterrupt:
+            if warned:
+                return INTERRUPTED
+            warned = True
+            note("Ctrl-C once more, or Ctrl-D, ends the chat")
+            continue
+        warned = False
         try:
             talk.take(entry)
         except LeverError as error:
@@ -265,6 +297,7 @@ COMMANDS = {
     "exit": _Command(Chat.exit, "end the chat, as Ctrl-D does"),
 }
 KEYS = (
-    'A message of several lines: Alt-Enter or a backslash at the end of a line; or """ around it, also one that',
-    "begins with a slash. Ctrl-C ends an answer, or clears what is typed; twice, it ends the chat.",
+    "Several lines: Alt-Enter, or a backslash at the end of a line.",
+    'Or """ before and behind: so a message may begin with a slash, too.',
+    "Ctrl-C ends an answer, or gives up what is typed; twice, it ends the chat.",
 )

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+PROMPT, MORE = "> ", ". "  # shown before the first line of an entry and the others
 QUOTES = '"""'
 COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)  # so a path, a comment in code and the like are messages
 
@@ -28,7 +29,7 @@ class Command:
 def meaning(entry: str) -> Message | Command | None:
     """What an entry is: a message in quotes, a command, a message; None for blanks."""
     text = entry.strip()
-    if text.startswith(QUOTES) and not is_open(text):
+    if text.startswith(QUOTES):  # perhaps open, at the end of all lines
         return Message(text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n"))
     found = COMMAND.fullmatch(text)
     if found is not None:

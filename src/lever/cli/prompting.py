@@ -20,12 +20,10 @@ from prompt_toolkit.output.defaults import create_output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 
-from lever.cli.console import note
-from lever.cli.entry import is_open
+from lever.cli.entry import MORE, PROMPT, is_open
 
 log = logging.getLogger(__name__)
 
-PROMPT, MORE = "> ", ". "
 PATHS = None  # in the place of a command's words: names of files
 
 
@@ -37,7 +35,6 @@ class Prompt:
 
         What was typed is kept in the file `history`, that of others too, where it is given.
         """
-        self._warned = False  # that the next Ctrl-C ends the chat; nothing was typed since
         output = create_output(screen)
         if isinstance(output, Vt100_Output):
             output.enable_cpr = False  # not every terminal answers, and nothing here needs to know where the cursor is
@@ -48,54 +45,44 @@ class Prompt:
             complete_style=CompleteStyle.READLINE_LIKE,
             completer=_Words(commands),
             history=_history(history),
-            key_bindings=self._keys(),
+            key_bindings=_keys(),
             enable_suspend=True,
             output=output,
         )
 
     def read(self) -> str:
-        """The next entry. EOFError for Ctrl-D, KeyboardInterrupt for a second Ctrl-C where nothing is typed."""
-        while True:
-            try:
-                entry = self._session.prompt()
-            except KeyboardInterrupt:
-                if self._warned:
-                    raise
-                self._warned = True
-                note("Ctrl-C once more, or Ctrl-D, ends the chat")
-            else:
-                self._warned = False
-                return entry
+        """The next entry, empty if Ctrl-C gave one up; KeyboardInterrupt if there was none. EOFError for Ctrl-D."""
+        return self._session.prompt()
 
-    def _keys(self) -> KeyBindings:
-        keys = KeyBindings()
-        typing = has_focus(DEFAULT_BUFFER)
 
-        @keys.add("enter", filter=typing)
-        def _(event: KeyPressEvent) -> None:
-            buffer = event.current_buffer
-            if is_open(buffer.text):
-                buffer.newline(copy_margin=False)
-            elif _goes_on(buffer):
-                buffer.delete_before_cursor()
-                buffer.newline(copy_margin=False)
-            else:
-                buffer.validate_and_handle()
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+    typing = has_focus(DEFAULT_BUFFER)
 
-        @keys.add("escape", "enter", filter=typing)
-        def _(event: KeyPressEvent) -> None:
-            event.current_buffer.newline(copy_margin=False)
+    @keys.add("enter", filter=typing)
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if is_open(buffer.text):
+            buffer.newline(copy_margin=False)
+        elif _goes_on(buffer):
+            buffer.delete_before_cursor()
+            buffer.newline(copy_margin=False)
+        else:
+            buffer.validate_and_handle()
 
-        @keys.add("c-c", filter=typing)
-        @keys.add("<sigint>")
-        def _(event: KeyPressEvent) -> None:
-            if event.current_buffer.text:
-                event.current_buffer.reset()
-                self._warned = False
-            else:
-                event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+    @keys.add("escape", "enter", filter=typing)
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.newline(copy_margin=False)
 
-        return keys
+    @keys.add("c-c", filter=typing)
+    @keys.add("<sigint>")
+    def _(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.app.exit(result="", style="class:aborting")
+        else:
+            event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+
+    return keys
 
 
 def _goes_on(buffer: Buffer) -> bool:

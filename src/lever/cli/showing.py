@@ -119,7 +119,7 @@ def figures(stats: RunStats, bytes_per_pass: int) -> str:
 def short_figures(stats: RunStats) -> str:
     """One line for an answer in a conversation: how fast, and what of the prompt had to be read."""
     new = stats.prompt_tokens - stats.cached_tokens
-    prompt = f"{new} of {_tokens(stats.prompt_tokens)} of prompt read in {stats.prefill_s:.1f} s"
+    prompt = f"{new} of {stats.prompt_tokens} prompt tokens read in {stats.prefill_s:.1f} s"
     context = f"context {stats.prompt_tokens + stats.new_tokens} of {stats.n_ctx}"
     return "; ".join((_speed(stats), *guessing(stats), prompt, context))
 
