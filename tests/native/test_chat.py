@@ -444,7 +444,7 @@ def test_ctrl_c_while_the_prompt_is_read_takes_the_message_back(lever: Lever, tm
         terminal.type("Hello\r")
         terminal.until("reading the prompt, ")
         terminal.type(CTRL_C)
-        terminal.until("nothing was answered: the question is taken back\n>$")
+        terminal.until("nothing was answered: all is as it was before\n>$")
         terminal.type(f"/save {tmp_path}/chat.json\r", CTRL_D)
         assert terminal.ended() == 0
     assert json.loads((tmp_path / "chat.json").read_bytes())["messages"] == []

@@ -87,18 +87,28 @@ def _read_plainly(screen: TextIO) -> str:
 
 def piped(talk: Chat) -> int:
     """Take entries from stdin, in lines. An error ends it, and Ctrl-C."""
+    for entry in entries(_lines()):
+        talk.take(entry)
+        if talk.interrupted:
+            return INTERRUPTED
+        if talk.over:
+            break
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    """Lines of stdin, each as it comes."""
     if sys.stdin is None:
         raise StorageError("stdin is closed: there is nobody to chat with")
-    try:
-        for entry in entries(map(_text, sys.stdin.buffer)):
-            talk.take(entry)
-            if talk.interrupted:
-                return INTERRUPTED
-            if talk.over:
-                break
-    except OSError as error:
-        raise StorageError(f"cannot read stdin: {error.strerror}") from error
-    return 0
+    lines = iter(sys.stdin.buffer)
+    while True:
+        try:
+            line = next(lines)
+        except StopIteration:
+            return
+        except OSError as error:
+            raise StorageError(f"cannot read stdin: {error.strerror}") from error
+        yield _text(line)
 
 
 def _text(line: bytes) -> str:
@@ -171,8 +181,8 @@ class Chat:
             self._stats = answer.stats
             if self._tuning is not None:
                 learn(self._tuning, answer.stats)
-        if answer.cancelled and not answer.text:
-            self.say("nothing was answered: the question is taken back")
+        if answer.cancelled and not answer.text:  # nothing of it was kept
+            self.say("nothing was answered: all is as it was before")
         else:
             cut = ["ended by max_tokens"] if answer.finish_reason == "length" and not self._is_full() else []
             self.say("; ".join((short_figures(answer.stats), *cut)))
