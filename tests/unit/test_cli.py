@@ -18,10 +18,10 @@ import pytest
 import typer
 
 from lever.cli import app, main
-from lever.cli.answer import _guessing
 from lever.cli.console import Bar, note, write, write_json
-from lever.cli.options import variable
-from lever.cli.run import choose, parse_logit_bias
+from lever.cli.options import parse_logit_bias, variable
+from lever.cli.run import choose
+from lever.cli.showing import guessing
 from lever.errors import StorageError, UsageError
 from lever.models.cache import place_hash
 from lever.stats import RunStats
@@ -147,10 +147,11 @@ def test_help_tells_exit_codes_and_variables(lever: Lever) -> None:
 
 
 def test_help_and_completion_load_no_heavy_module() -> None:
+    heavy = {"numpy", "jinja2", "tokenizers", "huggingface_hub", "prompt_toolkit"}
     code = (
         "import sys; from lever.cli import main\n"
         "try: main()\n"
-        "except SystemExit: print(sorted({'numpy', 'jinja2', 'tokenizers', 'huggingface_hub'} & sys.modules.keys()))"
+        f"except SystemExit: print(sorted({heavy} & sys.modules.keys()))"
     )
     for words, variables in ((["-h"], {}), ([], {"_LEVER_COMPLETE": "complete_bash", "COMP_WORDS": "lever r"})):
         command = [sys.executable, "-c", code, *words]
@@ -685,4 +686,4 @@ def test_a_quiet_bar_says_nothing(capfd: pytest.CaptureFixture[str], clock: list
     ],
 )
 def test_figures_tell_what_guessing_brought_or_that_it_was_left(stats: RunStats, says: list[str]) -> None:
-    assert _guessing(stats) == says
+    assert guessing(stats) == says

@@ -42,7 +42,7 @@ RANKS = (
     {"guess"},
     {"engine"},
     {"llm"},
-    {"models"},
+    {"models", "conversation"},
     {"pack", "profile"},
     {"doctor", "planner", "bench", "opening"},
     {"peer", "plots", "api", "server"},

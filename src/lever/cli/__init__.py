@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from lever.cli import options as o
 from lever.cli.bench import bench
+from lever.cli.chat import chat
 from lever.cli.console import NoteHandler, complain, write
 from lever.cli.doctor import doctor
 from lever.cli.info import info
@@ -58,6 +59,7 @@ app = typer.Typer(
     f"4 bad or unsupported file, 5 I/O, 130 stopped by Ctrl-C.\n\n{VARIABLES}",
 )
 app.command("run", cls=_Verb, epilog=VARIABLES)(run)
+app.command("chat", cls=_Verb, epilog=VARIABLES)(chat)
 app.command("serve", cls=_Verb, epilog=VARIABLES)(serve)
 app.command("plan", cls=_Verb)(plan)
 app.command("bench", cls=_Verb, epilog=VARIABLES)(bench)

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from lever import bench
 from lever.bench import IN_RAM, PLAIN, RAW_BYTES, Comparison, PresetWay, Prompt, RawReads, Request, Row, Way, settle
-from lever.cli import answer
 from lever.cli.console import Bar, bar, complain, note, printable, write_json, write_table
 from lever.cli.options import INTERRUPTED
+from lever.cli.showing import on_interrupt
 from lever.errors import DoesNotFit, LeverError, StorageError
 from lever.llm import LLM
 from lever.loader import ModelSettings
@@ -147,7 +147,7 @@ def _measure(
             llm.loaded.store.bytes_per_pass,
         )
         try:
-            with answer.on_interrupt(interrupt):
+            with on_interrupt(interrupt):
                 n_ctx = max(len(ids) for _, ids in prompts) + request.max_new_tokens + DRAFT_ROOM
                 peers = _peers(asked, llm, n_ctx, request, output, progress, interrupt, stack)
                 ways: list[Way] = [*presets, *peers]

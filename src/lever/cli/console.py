@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ stdout = Console()  # asked about the terminal only: `write` writes
 NOBODY_READS = 141  # what a shell makes of a program whose reader went away (128 + SIGPIPE)
 FIRST_LINE_S, LINES_APART_S = 5.0, 60.0  # without a terminal: lines come after 5, 10, 20 s ... and then every minute
 UNBROKEN = 1 << 14  # columns
+# What a terminal obeys, tabs and line breaks excepted: C0, DEL, C1, and what overrides the direction of text.
+MOVES = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
 
 
 def write(text: str) -> None:
@@ -45,6 +48,11 @@ def write(text: str) -> None:
         raise StorageError(f"cannot write to stdout: {error.strerror}") from error
 
 
+def write_text(text: str) -> None:
+    """Text of a model on stdout, at once; nothing in it moves the cursor of a terminal or turns its lines around."""
+    write(MOVES.sub(lambda found: _spelled(found[0]), text) if sys.stdout is not None and sys.stdout.isatty() else text)
+
+
 def write_json(document: object) -> None:
     """One JSON document on one line; bytes of a path that are not UTF-8 as JSON's own escapes."""
     write(json.dumps(document, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n")
@@ -60,7 +68,11 @@ def write_table(table: RenderableType, *, wrap: bool = True) -> None:
 
 def printable(text: str) -> str:
     """Text from a file or a user with its control characters spelled out: one line, and harmless to a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() else _spelled(c) for c in text)
+
+
+def _spelled(character: str) -> str:
+    return character.encode("unicode_escape").decode()
 
 
 def note(text: str) -> None:

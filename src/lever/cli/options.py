@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import secrets
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lever.errors import UsageError
+
 if TYPE_CHECKING:
+    from lever.llm import GenerationSettings
     from lever.loader import ModelSettings
 
 PROMPT, MEMORY, SAMPLING, OUTPUT = "Prompt", "Memory and speed", "Sampling", "Options"
@@ -85,6 +91,40 @@ def model_settings(
         tree_attention=tree_attention.value,
         layout=layout.value,
     )
+
+
+def generation_settings(
+    *,
+    max_tokens: int,
+    seed: int,
+    stops: Sequence[str],
+    ignore_eos: bool,
+    logit_bias: Sequence[str],
+    **sampling: Any,
+) -> GenerationSettings:
+    """What the flags about sampling say; `sampling` are those with the names of `SamplerSettings`. Errors as there."""
+    from lever.llm import GenerationSettings
+    from lever.settings import SamplerSettings
+
+    bias = parse_logit_bias(logit_bias)
+    seed = secrets.randbits(32) if seed == -1 else seed
+    return GenerationSettings(
+        sampler=SamplerSettings(seed=seed, logit_bias=bias, **sampling),
+        max_new_tokens=None if max_tokens == -1 else max_tokens,
+        stops=stops,
+        ignore_eos=ignore_eos,
+    )
+
+
+def parse_logit_bias(items: Sequence[str]) -> dict[int, float]:
+    """llama.cpp's `ID(+|-)BIAS`, for example 15043-inf."""
+    bias = {}
+    for item in items:
+        match = re.fullmatch(r"(\d+)([+-](?:\d+\.?\d*|\.\d+|inf))", item.strip())
+        if match is None:
+            raise UsageError(f"logit-bias {item!r} is not ID(+|-)BIAS, such as 15043+1 or 15043-inf")
+        bias[int(match[1])] = float(match[2])
+    return bias
 
 
 def _stop_in_environment() -> list[str]:
@@ -261,6 +301,9 @@ IgnoreEos = Annotated[
     bool, flag(SAMPLING, "--ignore-eos", value=SWITCH, help="Never draw a token that ends the answer.")
 ]
 
+NoHistory = Annotated[
+    bool, flag(OUTPUT, "--no-history", value=SWITCH, help="Neither keep what is typed here nor offer what was before.")
+]
 Json = Annotated[bool, flag(OUTPUT, "--json", value=SWITCH, help="Print one JSON document on stdout instead of text.")]
 Offline = Annotated[bool, flag(OUTPUT, "--offline", value=SWITCH, help="Ask no server: use what is in the caches.")]
 Quiet = Annotated[bool, flag(OUTPUT, "-q", "--quiet", value=SWITCH, help="No figures and no progress on stderr.")]

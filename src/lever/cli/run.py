@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import secrets
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -76,10 +74,9 @@ def run(
     without PROMPT, -p and -f the prompt is read from stdin.
     """
     from lever.cli.answer import Output, Question, answer
-    from lever.llm import GenerationSettings
-    from lever.settings import SamplerSettings
 
-    reference, source = choose(first, second, model, prompt, file, typed=_typed(context, "model", "prompt", "file"))
+    on_line = typed_flags(context, "model", "prompt", "file")
+    reference, source = choose(first, second, model, prompt, file, typed=on_line)
     settings = o.model_settings(
         dram,
         threads,
@@ -90,20 +87,18 @@ def run(
         tree_attention=tree_attention,
         layout=layout,
     )
-    request = GenerationSettings(
-        sampler=SamplerSettings(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repeat_penalty=repeat_penalty,
-            repeat_last_n=repeat_last_n,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            logit_bias=parse_logit_bias(logit_bias or []),
-            seed=secrets.randbits(32) if seed == -1 else seed,
-        ),
-        max_new_tokens=None if max_tokens == -1 else max_tokens,
+    request = o.generation_settings(
+        max_tokens=max_tokens,
+        seed=seed,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repeat_penalty=repeat_penalty,
+        repeat_last_n=repeat_last_n,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias or (),
         stops=stop,
         ignore_eos=ignore_eos,
     )
@@ -122,18 +117,7 @@ def run(
     raise typer.Exit(answer(question, settings, request, Output(json_output, quiet, offline)))
 
 
-def parse_logit_bias(items: Sequence[str]) -> dict[int, float]:
-    """llama.cpp's `ID(+|-)BIAS`, for example 15043-inf."""
-    bias = {}
-    for item in items:
-        match = re.fullmatch(r"(\d+)([+-](?:\d+\.?\d*|\.\d+|inf))", item.strip())
-        if match is None:
-            raise UsageError(f"logit-bias {item!r} is not ID(+|-)BIAS, such as 15043+1 or 15043-inf")
-        bias[int(match[1])] = float(match[2])
-    return bias
-
-
-def _typed(context: typer.Context, *names: str) -> frozenset[str]:
+def typed_flags(context: typer.Context, *names: str) -> frozenset[str]:
     """Which of these flags stand on the command line, and not in a variable."""
     sources = {name: context.get_parameter_source(name) for name in names}
     return frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")

@@ -1,0 +1,103 @@
+"""`lever chat`: a conversation, typed on a terminal or piped in line by line. Words in, settings out."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lever.cli import options as o
+from lever.cli.run import DEFAULT_MODEL, typed_flags
+from lever.errors import UsageError
+from lever.settings import AUTO, NONE
+
+
+def chat(
+    context: typer.Context,
+    first: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo."),
+    ] = None,
+    model: o.ModelFlag = None,
+    system: o.System = None,
+    dram: o.Dram = "auto",
+    pin: o.Pin = None,
+    ctx_size: o.CtxSize = None,
+    batch_size: o.BatchSize = o.BATCH_SIZE,
+    threads: o.ThreadCount = None,
+    ring: o.Ring = o.RING,
+    layout: o.LayoutFlag = o.Layout.auto,
+    no_image: o.NoImage = False,
+    no_profile: o.NoProfile = False,
+    draft: o.Draft = AUTO,
+    no_draft: o.NoDraft = False,
+    preset: o.PresetFlag = None,
+    tree_attention: o.TreeAttentionFlag = o.TreeAttention.exact,
+    max_tokens: o.MaxTokens = -1,
+    seed: o.Seed = -1,
+    temperature: o.Temperature = 0.8,
+    top_k: o.TopK = 40,
+    top_p: o.TopP = 0.95,
+    min_p: o.MinP = 0.05,
+    repeat_penalty: o.RepeatPenalty = 1.0,
+    repeat_last_n: o.RepeatLastN = 64,
+    presence_penalty: o.PresencePenalty = 0.0,
+    frequency_penalty: o.FrequencyPenalty = 0.0,
+    logit_bias: o.LogitBias = None,
+    *,
+    stop: o.Stop,
+    ignore_eos: o.IgnoreEos = False,
+    offline: o.Offline = False,
+    no_history: o.NoHistory = False,
+    quiet: o.Quiet = False,
+    _verbose: o.Verbose = False,
+) -> None:
+    """Chat with a model whose layers stay on storage, under a memory budget.
+
+    lever chat demo
+    lever chat model.gguf -sys "Answer in one sentence." --dram 900MiB
+    printf '%s\\n' "My name is Ada." "What is my name?" | lever chat -q
+
+    On a terminal /help shows commands and keys. Where stdin is something else, each line is a message or
+    a command; the first that fails ends it. Answers go to stdout, the rest to stderr.
+    """
+    from lever.cli.chatting import Setup
+    from lever.cli.chatting import chat as talk
+    from lever.opening import Wanted
+
+    if first is not None and "model" in typed_flags(context, "model"):
+        raise UsageError("the model is given twice: use one of MODEL and -m")
+    settings = o.model_settings(
+        dram,
+        threads,
+        ring,
+        pin=pin,
+        ctx_size=ctx_size,
+        batch_size=batch_size,
+        tree_attention=tree_attention,
+        layout=layout,
+    )
+    request = o.generation_settings(
+        max_tokens=max_tokens,
+        seed=seed,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repeat_penalty=repeat_penalty,
+        repeat_last_n=repeat_last_n,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias or (),
+        stops=stop,
+        ignore_eos=ignore_eos,
+    )
+    wanted = Wanted(
+        next((word for word in (first, model) if word is not None), DEFAULT_MODEL),
+        NONE if no_draft else draft,
+        preset,
+        use_image=not no_image and layout is o.Layout.auto,
+        offline=offline,
+    )
+    setup = Setup(system, use_profile=not no_profile, keep_history=not no_history, quiet=quiet)
+    raise typer.Exit(talk(wanted, settings, request, setup))
