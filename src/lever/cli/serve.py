@@ -107,7 +107,7 @@ def serve(
         from lever.server.guard import allowed_hosts, is_loopback
         from lever.server.listen import listen, url_of
         from lever.server.listen import serve as serve_app
-        from lever.server.openai import Service
+        from lever.server.service import Service
         from lever.server.worker import Worker
     except ModuleNotFoundError as error:
         raise UsageError(f"lever serve needs {error.name}: pip install 'lever-llm[serve]'") from error
