@@ -93,7 +93,7 @@ def serve(
     quiet: o.Quiet = False,
     _verbose: o.Verbose = False,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's API at /v1, and a page to chat with it.
+    """Serve a model over HTTP: OpenAI's API at /v1, part of Ollama's at /api, and a page to chat with it.
 
     lever serve demo
     lever serve model.gguf --dram 2G --port 8000 --api-key secret
