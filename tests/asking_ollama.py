@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+import socket
+from collections.abc import Callable
 from typing import Any
 
 from tests.serving import Reply, Serving
 
-MESSAGES: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello world"}]
-FIGURES = {"total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration", "eval_count", "eval_duration"}
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello world"},
+]
+FIGURES = {
+    "total_duration",
+    "load_duration",
+    "prompt_eval_count",
+    "prompt_eval_duration",
+    "eval_count",
+    "eval_duration",
+}
 
 
 def chat(served: Serving, **more: Any) -> Reply:
@@ -33,3 +45,12 @@ def refusal_of(reply: Reply, status: int = 400) -> str:
     assert reply.json.keys() == {"error"}
     words: str = reply.json["error"]
     return words
+
+
+def read_until(connection: socket.socket, enough: Callable[[bytes], bool], raw: bytes = b"") -> bytes:
+    """What comes until it is enough, with what is read already."""
+    while not enough(raw):
+        part = connection.recv(1 << 16)
+        assert part, raw
+        raw += part
+    return raw

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,9 +13,8 @@ from typing import Any
 import ollama
 import pytest
 
-from lever.server import asked
 from lever.server.types import JsonSchema, ResponseFormat
-from tests.asking_ollama import FIGURES, MESSAGES, chat, generate, lines_of, refusal_of
+from tests.asking_ollama import FIGURES, MESSAGES, chat, generate, lines_of, read_until, refusal_of
 from tests.native.test_run import Lever
 from tests.serving import Serving, serving
 from tests.tiny import tiny_model
@@ -204,8 +204,9 @@ def test_each_option_is_that_of_lever_run(
     expected = lever.json("run", model, "Hello world", "--raw", *RUN, *words)
     asked = {"num_predict": 16, "seed": 42, **options}
     reply = client.generate("tiny", "Hello world", raw=True, options=asked)
+    without = client.generate("tiny", "Hello world", raw=True, options={"num_predict": 16, "seed": 42})
 
-    assert reply.response == expected["text"]
+    assert reply.response == expected["text"] != without.response
     assert reply.done_reason == expected["finish_reason"]
 
 
@@ -252,7 +253,7 @@ def test_a_format_becomes_the_constraint_that_the_same_response_format_is(
     served: Serving, monkeypatch: pytest.MonkeyPatch, given: Any, becomes: ResponseFormat | None
 ) -> None:
     seen: list[ResponseFormat | None] = []
-    monkeypatch.setattr(asked, "constraint_of", lambda response_format, _llm: seen.append(response_format))
+    monkeypatch.setattr("lever.server.asked.constraint_of", lambda wanted, _llm: seen.append(wanted))
     for ask in (chat, generate):
         assert ask(served, format=given, options={"num_predict": 1}).status == 200
 
@@ -282,14 +283,9 @@ def test_K4_K5_a_prompt_as_long_as_the_context_is_refused_before_the_first_byte(
 # --- bytes of streams ---------------------------------------------------------------------------------------
 
 
-def received(served: Serving, path: str, body: dict[str, Any]) -> tuple[bytes, bytes]:
-    """Head and body of a reply in chunks."""
-    with served.sent(path, body) as connection:
-        raw = b""
-        while not raw.endswith(b"\r\n0\r\n\r\n"):
-            part = connection.recv(1 << 16)
-            assert part, raw
-            raw += part
+def rest_of(connection: socket.socket, raw: bytes = b"") -> tuple[bytes, bytes]:
+    """Head and body of a reply in chunks, of which this much is read."""
+    raw = read_until(connection, lambda so_far: so_far.endswith(b"\r\n0\r\n\r\n"), raw)
     head, _, chunked = raw.partition(b"\r\n\r\n")
     parts = chunked.split(b"\r\n")
     assert [int(size, 16) for size in parts[:-2:2]] == [len(part) for part in parts[1:-1:2]]
@@ -298,7 +294,8 @@ def received(served: Serving, path: str, body: dict[str, Any]) -> tuple[bytes, b
 
 def test_streams_are_lines_of_json_unless_it_says_otherwise(served: Serving) -> None:
     asked = {"model": "tiny", "messages": MESSAGES, "options": {"num_predict": 3, "temperature": 0}}
-    head, body = received(served, "/api/chat", asked)
+    with served.sent("/api/chat", asked) as connection:
+        head, body = rest_of(connection)
     *lines, last = lines_of(body)
 
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
@@ -323,14 +320,12 @@ def test_a_stream_says_by_empty_parts_that_it_lives_while_the_prompt_is_read(mod
         served.device.gate.clear()
         body = {"model": "tiny", "prompt": "Hello", "options": {"num_predict": 3, "seed": 1}}
         with served.sent("/api/generate", body) as connection:
-            raw = b""
-            while raw.count(b'"response":""') < 3:
-                raw += connection.recv(1 << 16)
+            raw = read_until(connection, lambda so_far: so_far.count(b'"response":""') >= 3)
             served.device.gate.set()
-            while b'"done":true' not in raw:
-                raw += connection.recv(1 << 16)
+            _, stream = rest_of(connection, raw)
 
-        assert raw.find(b'"done":true') > raw.find(b'"response":""')
+        text = "".join(line["response"] for line in lines_of(stream))
+        assert text == generate(served, options={"num_predict": 3, "seed": 1}).json["response"]
 
 
 def test_K5_an_error_after_the_first_byte_is_a_line(model: Path) -> None:

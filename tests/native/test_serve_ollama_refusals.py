@@ -10,7 +10,7 @@ import ollama
 import pytest
 
 from lever.server.ollama import ELSEWHERE
-from tests.asking_ollama import MESSAGES, chat, generate, refusal_of
+from tests.asking_ollama import MESSAGES, chat, generate, read_until, refusal_of
 from tests.fakes import FakeDevice, wait_until
 from tests.serving import Serving, serving, with_keys
 from tests.tiny import tiny_model
@@ -184,9 +184,7 @@ def test_K1_a_client_that_goes_away_while_lines_come_ends_its_answer(model: Path
     body = {"model": "tiny", "messages": MESSAGES, "options": {"temperature": 0, "num_predict": 400}}
     with serving(model, device=FakeDevice(delay_s=0.002)) as served:
         with served.sent("/api/chat", body) as connection:
-            received = b""
-            while b'"done":false' not in received:
-                received += connection.recv(4096)
+            read_until(connection, lambda received: b'"done":false' in received)
             served.device.gate.clear()
         wait_until(lambda: given_up(served), seconds=30)
         served.device.gate.set()
