@@ -9,7 +9,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from lever.opening import Silent, Told
 from lever.server.app import Gates, make_app
 from lever.server.guard import allowed_hosts
 from lever.server.listen import Server, listen
-from lever.server.openai import Service
+from lever.server.service import Service
 from lever.server.worker import Served, Worker
 from lever.weights.reader import DirectFile
 from tests.fakes import FakeDevice, wait_until
@@ -90,13 +90,17 @@ class Serving:
     def chat(self, text: str = "Hello", **more: Any) -> Reply:
         return self.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **more})
 
-    @contextmanager
-    def asked(self, text: str = "Hello", **more: Any) -> Iterator[socket.socket]:
+    def asked(self, text: str = "Hello", **more: Any) -> AbstractContextManager[socket.socket]:
         """A chat that is asked for and not read."""
-        body = json.dumps({"messages": [{"role": "user", "content": text}], **more}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        return self.sent("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **more})
+
+    @contextmanager
+    def sent(self, path: str, body: Any) -> Iterator[socket.socket]:
+        """A request whose reply is not read."""
+        raw = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
-            connection.sendall(head.encode() + body)
+            connection.sendall(head.encode() + raw)
             yield connection
 
     def wait_for(self, *, running: bool, waiting: int = 0) -> None:

@@ -312,7 +312,10 @@ def test_a_malformed_body_is_refused(served: Serving, path: str, body: bytes) ->
     assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
 
 
-def test_unknown_fields_are_ignored_and_told_of_once(served: Serving, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_are_ignored_and_told_of_once(
+    served: Serving, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lever.server.asked._told_of", set())  # whatever other tests have asked
     unknown: list[dict[str, Any]] = [{"brand new": 1}, {"brand new": [2]}]
     answers = [served.chat(max_tokens=3, seed=1, **more) for more in unknown]
 

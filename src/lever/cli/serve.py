@@ -93,7 +93,7 @@ def serve(
     quiet: o.Quiet = False,
     _verbose: o.Verbose = False,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's API at /v1, and a page to chat with it.
+    """Serve a model over HTTP: OpenAI's API at /v1, part of Ollama's at /api, and a page to chat with it.
 
     lever serve demo
     lever serve model.gguf --dram 2G --port 8000 --api-key secret
@@ -107,7 +107,7 @@ def serve(
         from lever.server.guard import allowed_hosts, is_loopback
         from lever.server.listen import listen, url_of
         from lever.server.listen import serve as serve_app
-        from lever.server.openai import Service
+        from lever.server.service import Service
         from lever.server.worker import Worker
     except ModuleNotFoundError as error:
         raise UsageError(f"lever serve needs {error.name}: pip install 'lever-llm[serve]'") from error

@@ -18,13 +18,21 @@ def names_of(reference: str, alias: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in (alias, short, reference) if name))
 
 
-def fingerprint(llm: LLM) -> str:
-    """Differs where text may: with the model, its weights' layout, the way of attention, ggml and lever."""
+def digest(llm: LLM) -> str:
+    """Differs where text may: with the model, its weights' layout, the way of attention, ggml and lever.
+
+    Made of what is known without reading the whole model, so it is not the SHA-256 of its file.
+    """
     loaded = llm.loaded
     files = [(path.stat().st_size, path.stat().st_mtime_ns) for path in llm.gguf.files]
     tensors = sorted((t.name, t.shape, t.type) for t in llm.gguf.tensors.values())
     variant = (loaded.layout, loaded.shape.tree_attention, loaded.ggml.version_text, version("lever-llm"))
-    return "fp_" + hashlib.sha256(repr((files, llm.config, tensors, variant)).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr((files, llm.config, tensors, variant)).encode()).hexdigest()
+
+
+def fingerprint(llm: LLM) -> str:
+    """A short form of it."""
+    return f"fp_{digest(llm)[:12]}"
 
 
 def card(name: str, created: int, served: Served | None) -> ModelCard:

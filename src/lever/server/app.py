@@ -16,14 +16,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lever.errors import LeverError
-from lever.server import asked, openai, openapi
+from lever.server import asked, ollama, openai, openapi
 from lever.server.about import card, props
 from lever.server.guard import BodyLimit, Guard, Keys
 from lever.server.metrics import TYPE, Metrics
-from lever.server.openai import Service
 from lever.server.page import page
 from lever.server.refusals import ApiError, api_error, not_supported
 from lever.server.replies import Content, Health, ModelCard, ModelList, Prompt, TokenPiece, Tokens
+from lever.server.service import Service, service_of
 from lever.server.types import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from lever.server.worker import NotReady, Served
 
@@ -32,6 +32,7 @@ BODY_LIMIT = 16 << 20  # bytes
 ELSEWHERE = (
     "/v1/embeddings", "/embeddings", "/embedding", "/v1/rerank", "/rerank", "/reranking", "/infill", "/v1/responses",
     "/v1/messages", "/v1/audio/transcriptions", "/v1/images/generations", "/v1/moderations", "/lora-adapters", "/slots",
+    *ollama.ELSEWHERE,
 )  # fmt: skip
 
 
@@ -63,9 +64,10 @@ def make_app(service: Service, gates: Gates, *, metrics: bool = False) -> Starle
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
             Route("/apply-template", apply_template, methods=["POST"]),
+            *ollama.ROUTES,
             Route("/openapi.json", describe),
             Route("/", show_page),
-            *(Route(path, _elsewhere, methods=["GET", "POST"]) for path in ELSEWHERE),
+            *(Route(path, _elsewhere, methods=["GET", "POST", "DELETE"]) for path in ELSEWHERE),
         ],
         middleware=[
             Middleware(Guard, hosts=gates.hosts, origins=gates.origins),
@@ -91,7 +93,7 @@ def reply(document: msgspec.Struct | dict[str, Any]) -> Response:
 
 async def health(http: Request) -> Response:
     """200 once the model is ready."""
-    worker = _service(http).worker
+    worker = service_of(http).worker
     if worker.state == "failed":
         raise ApiError(500, f"the model could not be loaded: {worker.error}", type="server_error", code="load_failed")
     worker.served  # noqa: B018  # raises while there is none
@@ -105,19 +107,19 @@ async def models(http: Request) -> Response:
 
 async def model(http: Request) -> Response:
     """The same, by its name."""
-    asked.check_model(http.path_params["id"], _service(http).names)
+    asked.check_model(http.path_params["id"], service_of(http).names)
     return reply(_card(http))
 
 
 async def show_props(http: Request) -> Response:
     """What was decided about the model."""
-    service = _service(http)
+    service = service_of(http)
     return reply(props(service.names[0], service.worker.served))
 
 
 async def tokenize(http: Request) -> Response:
     """As llama-server."""
-    service = _service(http)
+    service = service_of(http)
     tokenizer = service.worker.served.llm.tokenizer
     request = asked.read(await http.body(), TokenizeRequest)
     ids = await service.aside(
@@ -131,7 +133,7 @@ async def tokenize(http: Request) -> Response:
 
 async def detokenize(http: Request) -> Response:
     """As llama-server."""
-    llm = _service(http).worker.served.llm
+    llm = service_of(http).worker.served.llm
     request = asked.read(await http.body(), DetokenizeRequest)
     asked.check_tokens(request.tokens, llm, "tokens")
     return reply(Content(llm.tokenizer.decode(request.tokens)))
@@ -139,7 +141,7 @@ async def detokenize(http: Request) -> Response:
 
 async def apply_template(http: Request) -> Response:
     """As llama-server."""
-    service = _service(http)
+    service = service_of(http)
     llm = service.worker.served.llm
     request = asked.read(await http.body(), TemplateRequest)
     return reply(Prompt(await service.aside(lambda: asked.chat_text(request, llm))))
@@ -162,13 +164,8 @@ async def show_page(_http: Request) -> Response:
     return Response(shown.body, headers=headers, media_type="text/html")
 
 
-def _service(http: Request) -> Service:
-    service: Service = http.app.state.service
-    return service
-
-
 def _card(http: Request) -> ModelCard:
-    service = _service(http)
+    service = service_of(http)
     try:
         served: Served | None = service.worker.served
     except NotReady:
@@ -191,15 +188,15 @@ async def _elsewhere(http: Request) -> Response:
     raise not_supported(f"lever does not have {http.url.path}")
 
 
-async def _refused(_http: Request, error: Exception) -> Response:
-    return api_error(error).response()
+async def _refused(http: Request, error: Exception) -> Response:
+    return api_error(error).response(http.url.path)
 
 
 async def _no_such_thing(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     words = {404: f"there is no {http.url.path[:100]}", 405: f"{http.method} is not for {http.url.path[:100]}"}
     refusal = ApiError(error.status_code, words.get(error.status_code, error.detail), headers=error.headers)
-    return refusal.response()
+    return refusal.response(http.url.path)
 
 
 def _text_or_bytes(piece: bytes) -> str | list[int]:

@@ -35,7 +35,7 @@ def read(body: bytes, kind: type[T]) -> T:
     """The request. ApiError, with the field that is wrong; unknown fields are ignored, and told of once."""
     try:
         request = msgspec.json.decode(body, type=kind)
-        _tell_of_unknown(body, kind)
+        tell_of_unknown(body, kind)
     except msgspec.ValidationError as error:
         message, param = _explained(str(error))
         raise ApiError(400, message, param=param, code="invalid_value") from error
@@ -54,7 +54,8 @@ def _explained(text: str) -> tuple[str, str | None]:
     return (f"{path}: {message}" if path else message), path or None
 
 
-def _tell_of_unknown(body: bytes, kind: type[msgspec.Struct]) -> None:
+def tell_of_unknown(body: bytes | msgspec.Raw, kind: type[msgspec.Struct]) -> None:
+    """Of fields that are ignored, in the log."""
     given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     for name in given.keys() - set(kind.__struct_encode_fields__):
         if (kind.__name__, name) not in _told_of and len(_told_of) < MOST_NOTES:

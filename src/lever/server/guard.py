@@ -44,7 +44,7 @@ class Guard:
             headers = Headers(scope=scope)
             refusal = self._refusal(headers.get("host", ""), headers.get("origin"))
             if refusal is not None:
-                await refusal.response()(scope, receive, send)
+                await refusal.response(scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -75,7 +75,7 @@ class Keys:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            await refusal.response()(scope, receive, send)
+            await refusal.response(scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -102,7 +102,7 @@ class BodyLimit:
             return
         length = Headers(scope=scope).get("content-length", "0")
         if not length.isdecimal() or int(length) > self._limit:
-            await self._too_long().response()(scope, receive, send)
+            await self._too_long().response(scope["path"])(scope, receive, send)
             return
         taken, complete = 0, False
 

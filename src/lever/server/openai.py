@@ -2,62 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from lever.server import asked
-from lever.server.about import fingerprint
 from lever.server.cycles import CycleShown
 from lever.server.refusals import api_error
 from lever.server.replies import progress_of, usage_of
+from lever.server.service import Service, service_of, whole_reply
 from lever.server.shapes import ChatShape, CompletionShape, Head, Shape
-from lever.server.streams import DONE, ClientGone, EventStream, Inbox, data, error, unless_gone
+from lever.server.streams import DONE, EVENTS, PING, Inbox, Stream, data, error
 from lever.server.types import ChatRequest, CompletionRequest
-from lever.server.worker import Done, Event, Failed, Job, Piece, Reading, Worker
-
-T = TypeVar("T")
-NOBODY_READS = 499  # as nginx calls it: never sent
-
-
-@dataclass(frozen=True)
-class Service:
-    """What all endpoints know."""
-
-    worker: Worker
-    names: tuple[str, ...]  # of the model; the first is the one that replies have
-    ping_s: float = 15.0
-    timeout_s: float = 600.0
-    created: int = field(default_factory=lambda: int(time.time()))
-    # Templates and tokenizers take their time with long texts: beside the event loop, and one by one.
-    _encoding: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "lever-encode"))
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Of the model, once it is ready."""
-        return fingerprint(self.worker.served.llm)
-
-    async def aside(self, work: Callable[[], T]) -> T:
-        """Something that takes its time."""
-        return await asyncio.get_running_loop().run_in_executor(self._encoding, work)
-
-    def close(self) -> None:
-        """Give its thread back."""
-        self._encoding.shutdown(wait=True)
+from lever.server.worker import Done, Event, Job, Piece, Reading
 
 
 async def chat(http: HTTPRequest) -> Response:
     """POST /v1/chat/completions."""
-    service: Service = http.app.state.service
+    service = service_of(http)
     llm = service.worker.served.llm
     request = asked.read(await http.body(), ChatRequest)
     head = _head(service, "chatcmpl", request)
@@ -68,7 +34,7 @@ async def chat(http: HTTPRequest) -> Response:
 
 async def completions(http: HTTPRequest) -> Response:
     """POST /v1/completions."""
-    service: Service = http.app.state.service
+    service = service_of(http)
     llm = service.worker.served.llm
     request = asked.read(await http.body(), CompletionRequest)
     head = _head(service, "cmpl", request)
@@ -107,33 +73,17 @@ async def _reply(
     service.worker.submit(job)
     if request.stream:
         first = shape.first()
-        return EventStream(
+        return Stream(
+            EVENTS,
             job,
             inbox,
             _Rendered(shape),
             data(first) if first is not None else b"",
+            ping=lambda: PING,
             ping_s=service.ping_s,
             timeout_s=service.timeout_s,
         )
-    try:
-        document = await unless_gone(http.receive, _whole(inbox, shape))
-    except ClientGone:
-        return Response(status_code=NOBODY_READS)
-    finally:
-        job.cancel()
-    return Response(msgspec.json.encode(document), media_type="application/json")
-
-
-async def _whole(inbox: Inbox, shape: Shape) -> msgspec.Struct:
-    pieces: list[Piece] = []
-    while True:
-        event = await inbox.get()
-        if isinstance(event, Piece):
-            pieces.append(event)
-        elif isinstance(event, Done):
-            return shape.whole(pieces, event)
-        elif isinstance(event, Failed):
-            raise api_error(event.error) from event.error
+    return await whole_reply(http, job, inbox, shape)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from typing import Any
 
 import msgspec
 
+from lever.server import ollama_types as o
 from lever.server import replies as r
 from lever.server import types as t
+from lever.server.streams import EVENTS, LINES
 
 REF = "#/components/schemas/{name}"
 
@@ -24,8 +26,10 @@ class Operation:
     reply: type[msgspec.Struct] | None = None  # None: text, or an object of no fixed shape
     request: type[msgspec.Struct] | None = None
     chunk: type[msgspec.Struct] | None = None  # of a stream
+    stream: str = EVENTS
     media: str = "application/json"
     refusals: tuple[int, ...] = ()
+    error: type[msgspec.Struct] = r.ErrorReply
 
 
 ASKED = (400, 404, 413, 429, 500, 501, 503)
@@ -49,6 +53,24 @@ OPERATIONS = (
     Operation(
         "/apply-template", "post", "The prompt of a conversation", r.Prompt, t.TemplateRequest, refusals=(400, 413, 503)
     ),
+    Operation(
+        "/api/chat", "post", "Answer a conversation, as Ollama", o.OllamaChatReply, o.OllamaChatRequest,
+        o.OllamaChatReply, LINES, refusals=ASKED, error=o.OllamaError,
+    ),
+    Operation(
+        "/api/generate", "post", "Answer a prompt, as Ollama", o.OllamaGenerateReply, o.OllamaGenerateRequest,
+        o.OllamaGenerateReply, LINES, refusals=ASKED, error=o.OllamaError,
+    ),
+    Operation(
+        "/api/tags", "get", "The models that are served, as Ollama", o.OllamaStoredModels, refusals=(503,),
+        error=o.OllamaError,
+    ),
+    Operation("/api/ps", "get", "The models that are loaded", o.OllamaRunningModels, error=o.OllamaError),
+    Operation(
+        "/api/show", "post", "One of them in detail", o.OllamaShowReply, o.OllamaShowRequest,
+        refusals=(400, 404, 413, 503), error=o.OllamaError,
+    ),
+    Operation("/api/version", "get", "Which lever this is", o.OllamaVersion, error=o.OllamaError),
     Operation("/openapi.json", "get", "This description"),
     Operation("/", "get", "A page to chat with the model", media="text/html"),
 )  # fmt: skip
@@ -56,8 +78,7 @@ OPERATIONS = (
 
 def document() -> dict[str, Any]:
     """OpenAPI 3.1."""
-    kinds: set[type[msgspec.Struct]] = {r.ErrorReply}
-    kinds |= {kind for op in OPERATIONS for kind in (op.reply, op.request, op.chunk) if kind is not None}
+    kinds = {kind for op in OPERATIONS for kind in (op.reply, op.request, op.chunk, op.error) if kind is not None}
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=REF)
     by_kind = dict(zip(ordered, schemas, strict=True))
@@ -80,9 +101,9 @@ def document() -> dict[str, Any]:
 def _described(operation: Operation, schemas: dict[type[msgspec.Struct], Any]) -> dict[str, Any]:
     content: dict[str, Any] = {operation.media: {"schema": _schema(operation, schemas)}}
     if operation.chunk is not None:
-        content["text/event-stream"] = {"schema": {"type": "string"}, "x-data": schemas[operation.chunk]}
+        content[operation.stream] = {"schema": {"type": "string"}, "x-data": schemas[operation.chunk]}
     refusals = sorted({401, 403, *operation.refusals})
-    error = {"application/json": {"schema": schemas[r.ErrorReply]}}
+    error = {"application/json": {"schema": schemas[operation.error]}}
     described: dict[str, Any] = {
         "summary": operation.summary,
         "operationId": f"{operation.method}{operation.path.replace('/', '_')}",

@@ -1,4 +1,4 @@
-"""Errors over HTTP: which status, and which words. Every one is JSON, in OpenAI's shape."""
+"""Errors over HTTP: which status, and which words. Every one is JSON, in the shape of the API that was asked."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from lever.errors import Cancelled, ContextOverflow, TemplateError, UsageError
+from lever.server.ollama_types import OllamaError
 from lever.server.replies import ErrorBody, ErrorReply
 from lever.server.worker import NotReady, QueueFull
 
@@ -36,9 +37,10 @@ class ApiError(Exception):
         n_prompt_tokens, n_ctx = numbers or (UNSET, UNSET)
         self.body = ErrorReply(ErrorBody(message, type, param, code, n_prompt_tokens, n_ctx))
 
-    def response(self) -> Response:
-        """The whole reply."""
-        return Response(msgspec.json.encode(self.body), self.status, self.headers, "application/json")
+    def response(self, path: str) -> Response:
+        """The whole reply to a request for this path: OpenAI's, but for Ollama's."""
+        body = OllamaError(str(self)) if path.startswith("/api/") else self.body
+        return Response(msgspec.json.encode(body), self.status, self.headers, "application/json")
 
 
 def api_error(error: Exception) -> ApiError:

@@ -107,15 +107,7 @@ class ChatShape:
     def _logprobs(self, pieces: Sequence[Piece]) -> ChatLogprobs | None:
         if not self._wants_logprobs:
             return None
-        return ChatLogprobs([self._content(token) for piece in pieces for token in piece.logprobs])
-
-    def _content(self, at: TokenLogprobs) -> ContentLogprob:
-        own = self._token(at.token, at.logprob)
-        return ContentLogprob(own.token, own.logprob, own.bytes, [self._token(*pair) for pair in at.top])
-
-    def _token(self, token: int, logprob: float) -> TokenLogprob:
-        raw = self._tokenizer.token_bytes(token)
-        return TokenLogprob(text_of(self._tokenizer, token), finite(logprob), list(raw))
+        return ChatLogprobs(content_logprobs(self._tokenizer, pieces))
 
 
 class CompletionShape:
@@ -163,6 +155,19 @@ class CompletionShape:
             [{text_of(self._tokenizer, token): finite(value) for token, value in reversed(at.top)} for at in found],
             offsets,
         )
+
+
+def content_logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[ContentLogprob]:
+    """One entry for each token of the pieces."""
+
+    def entry(token: int, logprob: float) -> TokenLogprob:
+        return TokenLogprob(text_of(tokenizer, token), finite(logprob), list(tokenizer.token_bytes(token)))
+
+    def content(at: TokenLogprobs) -> ContentLogprob:
+        own = entry(at.token, at.logprob)
+        return ContentLogprob(own.token, own.logprob, own.bytes, [entry(*pair) for pair in at.top])
+
+    return [content(token) for piece in pieces for token in piece.logprobs]
 
 
 def text_of(tokenizer: Tokenizer, token: int) -> str:

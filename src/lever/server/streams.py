@@ -1,4 +1,4 @@
-"""From the engine's thread to a client: events in the event loop, server-sent events on the wire, clients that go away.
+"""From the engine's thread to a client: events in the event loop, bytes on the wire, clients that go away.
 
 Knows bytes and events, not what a reply looks like.
 """
@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from lever.server.worker import Done, Event, Failed, Job
 
 T = TypeVar("T")
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -50,6 +51,11 @@ def error(document: msgspec.Struct) -> bytes:
     return b"event: error\n" + data(document)
 
 
+def line(document: msgspec.Struct) -> bytes:
+    """A document of a stream of them."""
+    return msgspec.json.encode(document) + b"\n"
+
+
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`. ClientGone, with the work cancelled, when the client goes away before."""
     tasks = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
@@ -69,26 +75,26 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class Stream(Response):
     """A job's events as they come. The job is given up when the client goes away, or takes nothing for `timeout_s`."""
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
+        media_type: str,
         job: Job,
         inbox: Inbox,
         render: Callable[[Event], Iterable[bytes]],
         beginning: bytes,
         *,
+        ping: Callable[[], bytes],
         ping_s: float,
         timeout_s: float,
     ) -> None:
-        """`render` makes of an event what is sent; a comment is when nothing was for `ping_s`."""
-        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        """`render` makes of an event what is sent; `ping` says that it lives, when nothing was sent for `ping_s`."""
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
         self._job, self._inbox, self._render = job, inbox, render
-        self._beginning, self._ping_s, self._timeout_s = beginning, ping_s, timeout_s
+        self._beginning, self._ping, self._ping_s, self._timeout_s = beginning, ping, ping_s, timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # as ASGI has it
         try:
@@ -109,7 +115,7 @@ class EventStream(Response):
                     event = await self._inbox.get()
                 chunk = b"".join(self._render(event))
             except TimeoutError:
-                chunk = PING
+                chunk = self._ping()
             await self._send(send, chunk, more=True)
             quiet_until = self._now() + self._ping_s
         await self._send(send, b"", more=False)
