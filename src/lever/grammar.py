@@ -129,14 +129,9 @@ class Vocabulary:
 
         UsageError if nothing can ever follow, or no token of this vocabulary can.
         """
-        matcher = _compile(grammar.source, self.native)
-        if not matcher.is_error():
-            first = matcher.deep_copy()
-            first.compute_bitmask()
-            if not first.is_error():
-                return GrammarConstraint(self, matcher, n_prompt)
-            matcher = first
-        raise UsageError(f"the {grammar.kind} cannot be used: {_in_a_line(matcher.get_error())}")
+        constraint = GrammarConstraint(self, grammar, n_prompt)
+        constraint.check()
+        return constraint
 
     def allowed(self, bits: bytes) -> NDArray[np.bool_]:
         """[n_vocab] from the library's bits, of which the one behind the vocabulary says that the text may end.
@@ -153,18 +148,23 @@ class Vocabulary:
 class GrammarConstraint:
     """A `lever.sample.Constraint`: follows one answer after the other to the same prompt, each from its beginning."""
 
-    def __init__(self, vocabulary: Vocabulary, start: LLMatcher, n_prompt: int) -> None:
-        self._vocabulary, self._start, self._n_prompt = vocabulary, start, n_prompt
-        self._matcher = start.deep_copy()
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar, n_prompt: int) -> None:
+        self._vocabulary, self._grammar, self._n_prompt = vocabulary, grammar, n_prompt
+        self._matcher = _compile(grammar.source, vocabulary.native)
         self._followed: list[int] = []
+
+    def check(self) -> None:
+        """UsageError if it allows nothing from the start."""
+        self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise UsageError(f"the {self._grammar.kind} cannot be used: {_in_a_line(self._matcher.get_error())}")
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
         """Which tokens [n_vocab] may follow these, the prompt's too. LeverError if the library finds no answer."""
-        matcher = self._follow(tokens)
+        matcher = self._behind(tokens)
         bits = matcher.compute_bitmask()
-        if matcher.is_error():  # what it remembers may have become too much: much less of it is for this text
-            self._begin()
-            matcher = self._follow(tokens)
+        if matcher.is_error():  # it may remember too much of what came before: a new one has room
+            matcher = self._behind(tokens)
             bits = matcher.compute_bitmask()
         if matcher.is_error():
             raise self._lost(tokens)
@@ -172,27 +172,25 @@ class GrammarConstraint:
 
     def complete(self, tokens: Sequence[int]) -> bool:
         """Whether nothing may follow but the end."""
-        return self._follow(tokens).is_stopped()
+        return self._behind(tokens).is_stopped()
 
-    def _follow(self, tokens: Sequence[int]) -> LLMatcher:
-        """The matcher behind these tokens."""
-        answer = list(tokens[self._n_prompt :])
-        n = len(self._followed)
-        if answer[:n] != self._followed or not self._matcher.consume_tokens(answer[n:]):
-            self._begin()
+    def _behind(self, tokens: Sequence[int]) -> LLMatcher:
+        """The matcher behind these tokens, or a new one there if it has failed."""
+        answer, n = list(tokens[self._n_prompt :]), len(self._followed)
+        if answer[:n] != self._followed:
+            self._matcher.reset()
+            n = 0
+        if not self._matcher.consume_tokens(answer[n:]):
+            self._matcher = _compile(self._grammar.source, self._vocabulary.native)
             if not self._matcher.consume_tokens(answer):
                 raise self._lost(tokens)
         self._followed = answer
         return self._matcher
 
-    def _begin(self) -> None:
-        self._matcher, self._followed = self._start.deep_copy(), []
-
     def _lost(self, tokens: Sequence[int]) -> LeverError:
-        error = _in_a_line(self._matcher.get_error())
-        self._begin()  # for the next answer
         written = self._vocabulary.tokenizer.decode(tokens[self._n_prompt :])[-40:]
-        return LeverError(f"the grammar does not know how to go on after {written!r}: {error}")
+        error = _in_a_line(self._matcher.get_error())
+        return LeverError(f"the {self._grammar.kind} does not know how to go on after {written!r}: {error}")
 
 
 class _Tokens:
