@@ -151,14 +151,16 @@ def _leading(values: NDArray[np.float64], weights: NDArray[np.float64], mass: fl
 
 
 def _top(values: Logits, k: int) -> Ids:
-    """Indices of the `k` largest, best first; of equal ones the lowest indices. All if there are fewer, but no -inf."""
+    """Indices of the `k` largest, best first; of equal ones the lowest indices. All if there are fewer."""
     k = min(k, len(values))
     # The k-th largest maximum of groups is at most the k-th largest value, and found much faster.
     maxima = values[: len(values) // GROUP * GROUP].reshape(GROUP, -1).max(axis=0)
     pool = maxima if len(maxima) > k else values
-    bound = max(np.partition(pool, -k)[-k], np.finfo(values.dtype).min)
-    found = np.flatnonzero(values >= bound)  # ascending, so that a stable sort keeps equal ones by index
-    return found[np.argsort(-values[found], kind="stable")][:k]
+    bound = np.partition(pool, -k)[-k]
+    found = np.flatnonzero(values > bound)
+    if len(found) < k:  # the first of those at the bound, which are nearly all where few may be drawn
+        found = np.concatenate([found, np.flatnonzero(values == bound)[: k - len(found)]])
+    return found[np.argsort(-values[found], kind="stable")][:k]  # found in ascending order: equal ones by index
 
 
 def _logprobs(logits: NDArray[np.float32], tokens: Ids) -> list[float]:
