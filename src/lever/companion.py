@@ -45,6 +45,7 @@ class Companion(Owner):
             n_steps=STEPS,
             tree_attention="masked",  # `forward_nodes` is all that a draft needs
             layout="auto" if Image.of(gguf) is not None else "repacked",
+            grammars=False,
         )
 
     def nbytes(self, python: int) -> int:

@@ -15,7 +15,7 @@ from lever.figures import Clock, Figures, Trace
 from lever.guess import Guess, Guesser
 from lever.model import Model
 from lever.policies import Preset, preset
-from lever.request import Draw, Run, Step, check_prompt
+from lever.request import Complete, Draw, Run, Step, check_prompt
 from lever.stats import RunStats
 from lever.threads import ThreadChooser, relative
 from lever.trace import Cycle
@@ -82,11 +82,12 @@ class Engine:
         end_tokens: frozenset[int],
         stats: RunStats,
         temperature: float = 0.0,
+        complete: Complete = lambda _tokens: False,
         on_prefill: Callable[[int], None] = lambda _n_tokens: None,
         cancelled: Callable[[], bool] = lambda: False,
         on_cycle: Callable[[Cycle], None] | None = None,
     ) -> Iterator[Step]:
-        """New tokens one by one, until an end token, `max_new_tokens` or a full context.
+        """New tokens one by one, until an end token, a `complete` text, `max_new_tokens` or a full context.
 
         `draw` decides every token; `temperature` is what it draws at, for the draft to guess by. `on_prefill` is told
         of prompt tokens as they are read. `cancelled` is asked after each layer; once it says yes, Cancelled is raised
@@ -99,7 +100,9 @@ class Engine:
         n_ctx = self._model.shape.n_ctx
         limit = n_ctx if max_new_tokens is None else min(n_ctx, len(prompt) + max_new_tokens)
         trace = Trace(self._model, self._store, on_cycle)
-        run = Run(self._requests[0], list(prompt), draw, end_tokens, limit, temperature, stats, cancelled, trace)
+        run = Run(
+            self._requests[0], list(prompt), draw, complete, end_tokens, limit, temperature, stats, cancelled, trace
+        )
         logits = self._prefill(run, on_prefill)
         if max_new_tokens == 0:
             return

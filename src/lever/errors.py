@@ -2,6 +2,7 @@
 
     LeverError                  1   a run went wrong
     ├── UsageError              2   words or flags that make no sense
+    │   └── MissingExtra            what needs a package that is not installed
     ├── DoesNotFit              3   the memory budget cannot hold what was asked
     ├── ModelError              4   a model file that cannot be used
     │   ├── GGUFError               damaged, cut, or not a GGUF at all
@@ -36,6 +37,10 @@ class UsageError(LeverError):
     """Arguments that contradict each other or lie outside their range."""
 
     exit_code = 2
+
+
+class MissingExtra(UsageError):
+    """A package of one of lever's extras is not installed; the message says how to."""
 
 
 class DoesNotFit(LeverError):

@@ -19,7 +19,8 @@ from lever.engine import Engine
 from lever.errors import Cancelled, TemplateError, UsageError
 from lever.ggml import load
 from lever.gguf import GGUF
-from lever.loader import PYTHON, LoadedModel, ModelSettings, Progress, most_ctx, plan
+from lever.grammar import Grammar, GrammarConstraint, Vocabulary, nbytes
+from lever.loader import GRAMMAR, PYTHON, LoadedModel, ModelSettings, Progress, most_ctx, plan
 from lever.memory import Ledger, peak_rss_bytes, release_unused, rss_bytes
 from lever.owner import Owner
 from lever.policies import preset
@@ -49,6 +50,7 @@ class GenerationSettings:
     stops: Sequence[str] = ()
     ignore_eos: bool = False
     n_logprobs: int | None = None  # likeliest tokens to tell of at each place; None: no probabilities at all
+    constraint: Grammar | None = None  # what the answer must obey
 
     def __post_init__(self) -> None:
         """UsageError for what lies outside its range."""
@@ -56,6 +58,8 @@ class GenerationSettings:
             raise UsageError(f"max-tokens is {self.max_new_tokens}: it must be at least 0, or -1 for no limit")
         if self.n_logprobs is not None and not 0 <= self.n_logprobs <= MOST_LOGPROBS:
             raise UsageError(f"logprobs is {self.n_logprobs}: it must be 0 to {MOST_LOGPROBS}")
+        if self.constraint is not None and self.ignore_eos:
+            raise UsageError("a grammar says where the answer may end: leave out --ignore-eos")
         StopMatcher(self.stops)
 
 
@@ -97,6 +101,7 @@ class LLM(Owner):
         self.gguf, self.config, self.tokenizer, self._companion = _read(path, self._with_trees(settings), draft)
         self.foretold: Foretold | None = None  # what the engine, made at the first answer, knows beforehand
         self._loaded: LoadedModel | None = None
+        self._vocabulary: Vocabulary | None = None  # made for the first answer that obeys a grammar
 
     def plan(self, settings: ModelSettings | None = None, *, draft: bool = True) -> tuple[ModelShape, Plan]:
         """What `load` would do with these settings, or with those it was made with; DoesNotFit if it would.
@@ -186,6 +191,8 @@ class LLM(Owner):
     ) -> Generation:
         """Start an answer; iterate over it for its text. Errors as of `check`, before anything is loaded.
 
+        A constraint that this vocabulary cannot obey is a UsageError; the first one takes memory, and is DoesNotFit
+        where the model was loaded without room for it (`ModelSettings.grammars`) and left none.
         `on_prefill` is told of prompt tokens as they are read, `on_cycle` of each cycle that has ended.
         """
         self.check(prompt)
@@ -193,6 +200,7 @@ class LLM(Owner):
 
     def close(self) -> None:
         """Give everything back. Safe to call twice."""
+        self._vocabulary = None
         if self._loaded is not None:
             self._loaded.close()
         if self._companion is not None:
@@ -207,7 +215,8 @@ class LLM(Owner):
         on_cycle: Callable[[Cycle], None] | None,
         cancelled: Callable[[], bool],
     ) -> Iterator[Step]:
-        sampler = Sampler(_without_end(settings, self.tokenizer), self.config.n_vocab)
+        constraint = self._constraint(settings.constraint, len(prompt))
+        sampler = Sampler(_without_end(settings, self.tokenizer), self.config.n_vocab, constraint)
         return self.engine.steps(
             prompt,
             sampler.draw,
@@ -215,10 +224,20 @@ class LLM(Owner):
             end_tokens=frozenset() if settings.ignore_eos else self.tokenizer.eog_ids,
             stats=stats,
             temperature=settings.sampler.temperature,
+            complete=sampler.complete,
             on_prefill=on_prefill,
             cancelled=cancelled,
             on_cycle=on_cycle,
         )
+
+    def _constraint(self, grammar: Grammar | None, n_prompt: int) -> GrammarConstraint | None:
+        if grammar is None:
+            return None
+        if self._vocabulary is None:
+            if GRAMMAR not in self.loaded.plan.parts:
+                self.loaded.ledger.reserve(GRAMMAR, nbytes(self.config.n_vocab))
+            self._vocabulary = Vocabulary(self.tokenizer)
+        return self._vocabulary.constraint(grammar, n_prompt)
 
     def _new_stats(self, seed: int) -> RunStats:
         loaded = self.loaded

@@ -13,6 +13,7 @@ from lever.errors import DoesNotFit, UsageError
 from lever.ggml import Library, load
 from lever.ggml.probe import row_multiple
 from lever.gguf import GGUF, IMAGE_CHECKSUMS
+from lever.grammar import nbytes as grammar_nbytes
 from lever.kv_cache import kv_bytes
 from lever.memory import Ledger, does_not_fit, release_unused, rss_bytes
 from lever.model import Model
@@ -32,7 +33,7 @@ from lever.workspace import ModelShape, Workspace
 MAX_THREADS = 512  # GGML_MAX_N_THREADS of ggml.h
 DEFAULT_CTX = 4096  # positions, unless the model or the budget allow less
 LEAST_CTX = 512  # what an automatic context is not cut below
-PYTHON, KV_CACHE, BUFFERS = "Python", "KV cache", "rows and buffers"
+PYTHON, KV_CACHE, BUFFERS, GRAMMAR = "Python", "KV cache", "rows and buffers", "grammar"
 # What the process grows by after the plan is made: stacks of threads, sampling over the vocabulary, small objects.
 NOTHING_BESIDE: Mapping[str, int] = MappingProxyType({})
 PYTHON_GROWTH = 6 << 20
@@ -62,6 +63,7 @@ class ModelSettings:
     depth: int = DEPTH  # reads in flight
     start_threads: int | None = None  # of the first passes for a token; None: one when anything is streamed
     layout: Literal["auto", "repacked"] = "auto"
+    grammars: bool = False  # keep room for answers that obey one
 
     def __post_init__(self) -> None:
         """UsageError for what lies outside its range."""
@@ -262,6 +264,7 @@ def _fixed_parts(
         + compute_nbytes(ggml, config, units, shape, settings.n_threads)
         + (Steps.nbytes(ggml, config, units, shape) if shape.n_steps else 0)
         + (2 * checksums.nbytes if checksums is not None else 0),
+        **({GRAMMAR: grammar_nbytes(config.n_vocab)} if settings.grammars else {}),
     }
 
 

@@ -16,6 +16,8 @@ from lever.stats import RunStats
 
 # (logits of one row, tokens before it, position of the token to be drawn) -> token
 Draw = Callable[[NDArray[np.float32], Sequence[int], int], int]
+# tokens so far, the prompt's too -> whether the answer is whole without an end token
+Complete = Callable[[Sequence[int]], bool]
 # A gap between the two best logits under which sums in another order may draw another token (`near_ties`): twice the
 # largest change of a gap that was seen on the demo (docs/log.md).
 NEAR_TIE = 0.3
@@ -38,6 +40,7 @@ class Run:
     request: int
     tokens: list[int]  # prompt and answer
     draw: Draw
+    complete: Complete
     end_tokens: frozenset[int]
     limit: int  # of tokens
     temperature: float
@@ -75,7 +78,12 @@ class Run:
         if not exact:
             self.stats.exact = False
             self.stats.near_ties += top2_gap(logits) < NEAR_TIE
-        return Step(token, logits, _finish_reason(token, len(self.tokens), self.end_tokens, self.limit))
+        return Step(token, logits, self._finish_reason(token))
+
+    def _finish_reason(self, token: int) -> FinishReason | None:
+        if token in self.end_tokens or self.complete(self.tokens):
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None
 
 
 def check_prompt(prompt: Sequence[int], n_ctx: int) -> None:
@@ -86,9 +94,3 @@ def check_prompt(prompt: Sequence[int], n_ctx: int) -> None:
         raise ContextOverflow(
             f"the prompt has {len(prompt)} tokens and the context {n_ctx}: shorten it or give more with -c"
         )
-
-
-def _finish_reason(token: int, n_tokens: int, end_tokens: frozenset[int], limit: int) -> FinishReason | None:
-    if token in end_tokens:
-        return "stop"
-    return "length" if n_tokens >= limit else None

@@ -1,7 +1,7 @@
 """Draws a token from logits. Keeps nothing between draws, and knows neither text nor models.
 
 The steps and their order are those of llama.cpp's default chain: logit bias, penalties, top-k, top-p, min-p,
-temperature, draw.
+temperature, draw. What a constraint forbids is out before the first of them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,15 +24,30 @@ Ids = NDArray[np.intp]
 GROUP = 64  # logits of which only the maximum is looked at while searching for the largest ones
 
 
-class Sampler:
-    """The sampler of one request: `draw` depends on its arguments and the settings, on nothing else."""
+class Constraint(Protocol):
+    """What may be drawn. It says the same of the same tokens, whatever it was asked before."""
 
-    def __init__(self, settings: SamplerSettings, n_vocab: int) -> None:
+    def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
+        """Which tokens [n_vocab] may follow these, the prompt's too; one that ends the answer only where it may."""
+
+    def complete(self, tokens: Sequence[int]) -> bool:
+        """Whether nothing may follow but an end."""
+
+
+class Sampler:
+    """The sampler of one request: `draw` depends on its arguments, the settings and the constraint, on nothing else."""
+
+    def __init__(self, settings: SamplerSettings, n_vocab: int, constraint: Constraint | None = None) -> None:
         outside = [token for token in settings.logit_bias if token >= n_vocab]
         if outside:
             raise UsageError(f"logit_bias names token {outside[0]}: the vocabulary ends at {n_vocab - 1}")
         self.settings = settings
         self.n_vocab = n_vocab
+        self.constraint = constraint
+
+    def complete(self, tokens: Sequence[int]) -> bool:
+        """Whether the answer has ended with these tokens, the prompt's too, and no other could be drawn."""
+        return self.constraint is not None and self.constraint.complete(tokens)
 
     def draw(self, logits: NDArray[np.float32], history: Sequence[int], position: int) -> int:
         """The token at `position`, from its logits [n_vocab] and all tokens before it, the prompt's too.
@@ -40,8 +56,12 @@ class Sampler:
         """
         assert logits.shape == (self.n_vocab,)
         _best(logits, f" at position {position}")
+        after = "--logit-bias and penalties"
+        if self.constraint is not None:
+            logits = np.where(self.constraint.allowed(history), logits, np.float32(-np.inf))
+            after = f"the grammar, {after}"
         adjusted = _penalise(_bias(logits, self.settings), history, self.settings)
-        best = _best(adjusted, f" at position {position}, after --logit-bias and penalties")
+        best = _best(adjusted, f" at position {position}, after {after}")
         if self.settings.temperature <= 0:
             return int(np.argmax(adjusted))  # the first, so the lowest id, of equal ones
         ids, kept = _candidates(adjusted, best, self.settings)
@@ -137,8 +157,10 @@ def _top(values: Logits, k: int) -> Ids:
     maxima = values[: len(values) // GROUP * GROUP].reshape(GROUP, -1).max(axis=0)
     pool = maxima if len(maxima) > k else values
     bound = np.partition(pool, -k)[-k]
-    found = np.flatnonzero(values >= bound)  # ascending, so that a stable sort keeps equal ones by index
-    return found[np.argsort(-values[found], kind="stable")][:k]
+    found = np.flatnonzero(values > bound)
+    if len(found) < k:  # the first of those at the bound, which are nearly all where few may be drawn
+        found = np.concatenate([found, np.flatnonzero(values == bound)[: k - len(found)]])
+    return found[np.argsort(-values[found], kind="stable")][:k]  # found in ascending order: equal ones by index
 
 
 def _logprobs(logits: NDArray[np.float32], tokens: Ids) -> list[float]:

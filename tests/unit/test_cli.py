@@ -23,8 +23,10 @@ from lever.cli.options import parse_logit_bias, variable
 from lever.cli.run import choose
 from lever.cli.showing import guessing
 from lever.errors import StorageError, UsageError
+from lever.grammar import Grammar
 from lever.models.cache import place_hash
 from lever.stats import RunStats
+from tests.lacking import needs
 
 COMMAND: Any = typer.main.get_command(app)
 VERBS = tuple(COMMAND.commands)
@@ -200,6 +202,8 @@ VALUES = {
     "--logit-bias": "5+1",
     "--stop": "two words\n",
     "--ignore-eos": True,
+    "--json-schema": '{"type": "boolean"}',
+    "--grammar": 'root ::= "a"',
     "--json": True,
     "--offline": True,
     "--quiet": True,
@@ -231,8 +235,12 @@ def asked(lever: Lever, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sequen
 def test_a_flag_of_run_and_its_variable_say_the_same(
     asked: Callable[..., Sequence[Any]], tmp_path: Path, flag: str
 ) -> None:
-    (tmp_path / "prompt").write_text("from a file")
-    value = str(tmp_path / "prompt") if flag == "--file" else VALUES[flag]
+    for name, content in (("prompt", "from a file"), ("schema", '{"type": "null"}'), ("grammar", 'root ::= "b"')):
+        (tmp_path / name).write_text(content)
+    if "schema" in flag or "grammar" in flag:
+        needs("llguidance")
+    files = {"--file": "prompt", "--json-schema-file": "schema", "--grammar-file": "grammar"}
+    value = str(tmp_path / files[flag]) if flag in files else VALUES[flag]
     words, of_variable = ([flag], "1") if value is True else ([flag, str(value)], str(value))
     fixed = [] if flag == "--dram" else DRAM  # left alone, it depends on what is free now
 
@@ -299,6 +307,48 @@ def test_stop_and_logit_bias_may_be_given_often(asked: Callable[..., Sequence[An
 
 def test_minus_one_new_tokens_is_no_limit_and_zero_is_none_at_all(asked: Callable[..., Sequence[Any]]) -> None:
     assert [asked("-n", n)[2].max_new_tokens for n in ("-1", "0", "1")] == [None, 0, 1]
+
+
+def test_a_schema_or_a_grammar_comes_in_words_or_from_a_file(
+    asked: Callable[..., Sequence[Any]], tmp_path: Path
+) -> None:
+    needs("llguidance")
+    schema, rules = '{"type": "array"}', 'root ::= "é"\n'
+    (tmp_path / "schema").write_text(schema)
+    (tmp_path / "rules").write_text(rules)
+    for flag, text, name, same in (
+        ("-j", schema, "schema", Grammar.from_json_schema(json.loads(schema))),
+        ("--grammar", rules, "rules", Grammar.from_text(rules)),
+    ):
+        file_flag = {"-j": "-jf"}.get(flag, f"{flag}-file")
+        for words in ((flag, text), (file_flag, str(tmp_path / name))):
+            _, settings, request, _ = asked(*words)
+            assert request.constraint == same
+            assert settings.grammars
+    _, settings, request, _ = asked()
+    assert (settings.grammars, request.constraint) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("-j", "{}", "--grammar", "x"), 2, "use one of --json-schema and --grammar"),
+        (("-j", "{"), 2, "is no JSON"),
+        (("-j", '{"type": "thing"}'), 2, "cannot be used"),
+        (("--grammar", "x ::= y"), 2, "no rule root"),
+        (("--grammar", ""), 2, "no rule root"),
+        (("-j", "{}", "--ignore-eos"), 2, "leave out --ignore-eos"),
+        (("-jf", "/no/such"), 5, "cannot read the JSON schema from /no/such"),
+        (("--grammar-file", "/no/such"), 5, "cannot read the grammar from /no/such"),
+    ],
+)
+def test_a_constraint_that_makes_no_sense_is_refused_before_a_model_is_looked_for(
+    lever: Lever, words: Sequence[str], code: int, says: str
+) -> None:
+    needs("llguidance")
+    ended = lever("run", "nowhere.gguf", "Hello", *words)
+    assert (ended.code, ended.out) == (code, "")
+    assert says in ended.line
 
 
 @pytest.mark.parametrize("item", ["", "5", "5=1", "a+1", "5+x", "-5+1", "5+1,6+1"])

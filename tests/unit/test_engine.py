@@ -85,6 +85,23 @@ def test_an_end_token_that_is_also_the_last_allowed_one_is_a_stop() -> None:
     assert run.answer(PROMPT, max_new_tokens=1)[-1].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("limit", [3, 10])
+def test_a_complete_text_ends_the_answer_without_a_pass_for_an_end_token(limit: int) -> None:
+    run = Run()
+    steps = list(
+        run.engine.steps(
+            PROMPT,
+            run.draw,
+            max_new_tokens=limit,
+            end_tokens=frozenset({END}),
+            stats=run.stats,
+            complete=lambda tokens: tokens == [*PROMPT, 15, 16, 17],
+        )
+    )
+    assert [(step.token, step.finish_reason) for step in steps] == [(15, None), (16, None), (17, "stop")]
+    assert run.stats.cycles == 2
+
+
 @pytest.mark.parametrize("max_new_tokens", [None, 100])
 def test_K4_a_full_context_ends_the_answer_as_length(max_new_tokens: int | None) -> None:
     """The last token needs no row: nothing comes after it."""

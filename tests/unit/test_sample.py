@@ -336,3 +336,61 @@ def test_a_draw_from_152_k_tokens_takes_less_than_2_ms(given_: dict[str, Any]) -
         sampler.draw(logits, range(1000), position)
         best = min(best, time.perf_counter() - start)
     assert best < 0.002
+
+
+# --- a constraint ---------------------------------------------------------------------------------------------
+
+
+class Only:
+    """Allows these tokens, whatever came before."""
+
+    def __init__(self, *tokens: int, n_vocab: int = 5) -> None:
+        self.mask = np.isin(np.arange(n_vocab), tokens)
+
+    def allowed(self, _tokens: Sequence[int]) -> NDArray[np.bool_]:
+        return self.mask
+
+    def complete(self, tokens: Sequence[int]) -> bool:
+        return len(tokens) > 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": 0.0},
+        {"temperature": 2.0},
+        {"top_k": 1},
+        {"top_p": 0.01},
+        {"min_p": 0.9},
+        {"logit_bias": {0: 1e6}},
+        {"repeat_penalty": 100.0},
+        {"presence_penalty": -1e6},
+        {"frequency_penalty": -1e6},
+    ],
+)
+def test_H7_no_step_brings_back_what_the_constraint_forbids(given: dict[str, Any]) -> None:
+    """Nor does it count in any of them: of two that are allowed alike, both come up."""
+    sampler = Sampler(SamplerSettings(**{"seed": 7, **OFF, **given}), 5, Only(2, 4))
+    logits = floats(9.0, 8.0, 1.0, 7.0, 1.0)
+    found = {sampler.draw(logits, [0, 0, 1, 3], position) for position in range(200)}
+    assert found == ({2} if given in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.01}) else {2, 4})
+
+
+def test_H7_a_constraint_that_allows_all_changes_no_draw() -> None:
+    rng = np.random.default_rng(3)
+    for settings_ in (SamplerSettings(seed=1), SamplerSettings(seed=1, temperature=0, repeat_penalty=1.2)):
+        free, bound = (Sampler(settings_, 300, c) for c in (None, Only(*range(300), n_vocab=300)))
+        for position in range(100):
+            logits = rng.standard_normal(300).astype(np.float32)
+            assert free.draw(logits, [1, 2], position) == bound.draw(logits, [1, 2], position)
+
+
+def test_a_constraint_and_bans_that_leave_nothing_are_told() -> None:
+    sampler = Sampler(SamplerSettings(seed=1, logit_bias={2: -math.inf}), 5, Only(2))
+    with pytest.raises(LeverError, match="no token is left to draw at position 9, after the grammar, --logit-bias"):
+        sampler.draw(floats(1, 2, 3, 4, 5), [], 9)
+
+
+def test_an_answer_is_complete_when_the_constraint_says_so_and_never_without_one() -> None:
+    assert [Sampler(SamplerSettings(seed=1), 5, Only(1)).complete([0] * n) for n in (2, 3)] == [False, True]
+    assert not Sampler(SamplerSettings(seed=1), 5).complete([0] * 3)

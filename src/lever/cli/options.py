@@ -19,6 +19,7 @@ import typer
 from lever.errors import UsageError
 
 if TYPE_CHECKING:
+    from lever.grammar import Grammar
     from lever.llm import GenerationSettings
     from lever.loader import ModelSettings
 
@@ -76,6 +77,7 @@ def model_settings(
     batch_size: int = BATCH_SIZE,
     tree_attention: TreeAttention = TreeAttention.exact,
     layout: Layout = Layout.auto,
+    grammars: bool = False,
 ) -> ModelSettings:
     """What the flags about memory and speed say; those that a verb has not are left as they are. Errors as there."""
     from lever.loader import ModelSettings
@@ -90,6 +92,7 @@ def model_settings(
         n_slots=ring,
         tree_attention=tree_attention.value,
         layout=layout.value,
+        grammars=grammars,
     )
 
 
@@ -100,6 +103,7 @@ def generation_settings(
     stops: Sequence[str],
     ignore_eos: bool,
     logit_bias: Sequence[str],
+    constraint: Grammar | None = None,
     **sampling: Any,
 ) -> GenerationSettings:
     """What the flags about sampling say; `sampling` are those with the names of `SamplerSettings`. Errors as there."""
@@ -113,6 +117,7 @@ def generation_settings(
         max_new_tokens=None if max_tokens == -1 else max_tokens,
         stops=stops,
         ignore_eos=ignore_eos,
+        constraint=constraint,
     )
 
 
@@ -299,6 +304,31 @@ Stop = Annotated[
 ]
 IgnoreEos = Annotated[
     bool, flag(SAMPLING, "--ignore-eos", value=SWITCH, help="Never draw a token that ends the answer.")
+]
+JsonSchema = Annotated[
+    str | None,
+    flag(
+        SAMPLING,
+        "-j",
+        "--json-schema",
+        value="JSON",
+        help="Answer in JSON that fits this schema; {} is any JSON. Properties come in its order.",
+    ),
+]
+JsonSchemaFile = Annotated[
+    Path | None, flag(SAMPLING, "-jf", "--json-schema-file", value="FILE", help="Read the JSON schema from this file.")
+]
+GrammarText = Annotated[
+    str | None,
+    flag(
+        SAMPLING,
+        "--grammar",
+        value="TEXT",
+        help="Answer as the rule root of this grammar says, in llama.cpp's notation (GBNF).",
+    ),
+]
+GrammarFile = Annotated[
+    Path | None, flag(SAMPLING, "--grammar-file", value="FILE", help="Read the grammar from this file.")
 ]
 
 NoHistory = Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from lever.cli import options as o
 from lever.cli.console import read_stdin
 from lever.errors import StorageError, UsageError
 from lever.settings import AUTO, NONE
+
+if TYPE_CHECKING:
+    from lever.grammar import Grammar
 
 DEFAULT_MODEL = "demo"
 STDIN = "-"
@@ -59,6 +62,10 @@ def run(
     *,
     stop: o.Stop,
     ignore_eos: o.IgnoreEos = False,
+    json_schema: o.JsonSchema = None,
+    json_schema_file: o.JsonSchemaFile = None,
+    grammar: o.GrammarText = None,
+    grammar_file: o.GrammarFile = None,
     json_output: o.Json = False,
     offline: o.Offline = False,
     quiet: o.Quiet = False,
@@ -69,6 +76,7 @@ def run(
     lever run demo "Why is the sky blue?"
     lever run model.gguf "Write a haiku." --dram 900MiB --temp 0
     cat notes.txt | lever run hf:owner/repo:Q4_K_M --json -s 42
+    lever run demo "Is water wet?" --grammar 'root ::= "yes" | "no"'
 
     The answer goes to stdout, figures go to stderr. Without MODEL it is the demo;
     without PROMPT, -p and -f the prompt is read from stdin.
@@ -77,6 +85,7 @@ def run(
 
     on_line = typed_flags(context, "model", "prompt", "file")
     reference, source = choose(first, second, model, prompt, file, typed=on_line)
+    constraint = parse_constraint(json_schema, json_schema_file, grammar, grammar_file)
     settings = o.model_settings(
         dram,
         threads,
@@ -86,6 +95,7 @@ def run(
         batch_size=batch_size,
         tree_attention=tree_attention,
         layout=layout,
+        grammars=constraint is not None,
     )
     request = o.generation_settings(
         max_tokens=max_tokens,
@@ -101,6 +111,7 @@ def run(
         logit_bias=logit_bias or (),
         stops=stop,
         ignore_eos=ignore_eos,
+        constraint=constraint,
     )
     use_image = not no_image and layout is o.Layout.auto
     text = read_prompt(source)
@@ -115,6 +126,30 @@ def run(
         preset=preset,
     )
     raise typer.Exit(answer(question, settings, request, Output(json_output, quiet, offline)))
+
+
+def parse_constraint(
+    json_schema: str | None, json_schema_file: Path | None, grammar: str | None, grammar_file: Path | None
+) -> Grammar | None:
+    """What the answer must obey; None if none of these is given, UsageError if several are."""
+    flags = {
+        "--json-schema": json_schema,
+        "--json-schema-file": json_schema_file,
+        "--grammar": grammar,
+        "--grammar-file": grammar_file,
+    }
+    given = [flag for flag, value in flags.items() if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"an answer obeys one schema or grammar: use one of {' and '.join(given)}")
+    if not given:
+        return None
+    from lever.grammar import Grammar
+
+    if json_schema_file is not None:
+        json_schema = _read(json_schema_file, "JSON schema")
+    if grammar_file is not None:
+        grammar = _read(grammar_file, "grammar")
+    return Grammar.from_json_schema(json_schema) if json_schema is not None else Grammar.from_text(grammar or "")
 
 
 def typed_flags(context: typer.Context, *names: str) -> frozenset[str]:
@@ -159,9 +194,11 @@ def read_prompt(source: str | Path | None) -> str:
         raise UsageError('no prompt: give one in quotes, such as lever run demo "Why is the sky blue?", or - for stdin')
     if source is None or str(source) == STDIN:
         return read_stdin().removesuffix("\n")
-    if isinstance(source, str):
-        return source
+    return source if isinstance(source, str) else _read(source, "prompt").removesuffix("\n")
+
+
+def _read(path: Path, what: str) -> str:
     try:
-        return source.read_bytes().decode("utf-8", "surrogateescape").removesuffix("\n")
+        return path.read_bytes().decode("utf-8", "surrogateescape")
     except OSError as error:
-        raise StorageError(f"cannot read the prompt from {source}: {error.strerror}") from error
+        raise StorageError(f"cannot read the {what} from {path}: {error.strerror}") from error
