@@ -45,6 +45,11 @@ WHITESPACE = r" |\n{1,2}[ \t]{0,20}"
 _ANY_TOKENS = '\n%llguidance {"no_forcing": true}'
 
 
+def is_installed() -> bool:
+    """Whether the library is there."""
+    return find_spec("llguidance") is not None
+
+
 def nbytes(n_vocab: int) -> int:
     """Bytes that following grammars takes, with such a vocabulary."""
     return BYTES_PER_TOKEN * n_vocab + BYTES_PER_GRAMMAR
@@ -228,7 +233,7 @@ def _limits() -> LLParserLimits:
 
 
 def _require_library() -> None:
-    if find_spec("llguidance") is None:
+    if not is_installed():
         raise MissingExtra(
             "answers that obey a schema or a grammar need the package llguidance: install it with "
             "pip install 'lever-llm[grammar]', or uv sync --extra grammar in a checkout"

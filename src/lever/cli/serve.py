@@ -76,6 +76,15 @@ def serve(
             min=0.01,
         ),
     ] = 600.0,
+    no_grammars: Annotated[
+        bool,
+        o.flag(
+            SERVER,
+            "--no-grammars",
+            value=o.SWITCH,
+            help="Keep no memory for answers that obey a JSON schema (extra grammar), some 50 MB.",
+        ),
+    ] = False,
     dram: o.Dram = "auto",
     pin: o.Pin = None,
     ctx_size: o.CtxSize = None,
@@ -111,6 +120,7 @@ def serve(
         from lever.server.worker import Worker
     except ModuleNotFoundError as error:
         raise UsageError(f"lever serve needs {error.name}: pip install 'lever-llm[serve]'") from error
+    from lever.grammar import is_installed
     from lever.opening import Wanted
 
     keys = (*(api_key or []), *_keys_of(api_key_file))
@@ -125,6 +135,7 @@ def serve(
         batch_size=batch_size,
         tree_attention=tree_attention,
         layout=layout,
+        grammars=is_installed() and not no_grammars,
     )
     use_image = not no_image and layout is o.Layout.auto
     wanted = Wanted(model, NONE if no_draft else draft, preset, use_image, offline)

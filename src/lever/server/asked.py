@@ -134,8 +134,10 @@ def check_length(prompt: Sequence[int], llm: LLM) -> None:
 
 
 def generation_settings(request: ChatRequest | CompletionRequest, llm: LLM) -> GenerationSettings:
-    """How it is to be answered; what is left out is as on the command line, the seed is drawn."""
-    constraint_of(request.response_format, llm)
+    """How it is to be answered; what is left out is as on the command line, the seed is drawn.
+
+    A schema may take a second.
+    """
     stop = request.stop
     return GenerationSettings(
         sampler=sampler_settings(request, llm),
@@ -143,6 +145,7 @@ def generation_settings(request: ChatRequest | CompletionRequest, llm: LLM) -> G
         stops=[] if stop is None else [stop] if isinstance(stop, str) else stop,
         ignore_eos=bool(request.ignore_eos),
         n_logprobs=_n_logprobs(request),
+        constraint=constraint_of(request.response_format, llm),
     )
 
 

@@ -110,7 +110,7 @@ async def _answer(http: Request, kind: type[OllamaRequest]) -> Response:
     if ollama_asked.is_load(request):
         return _reply(shape.loaded())
     prompt = await service.aside(lambda: ollama_asked.prompt(request, llm))
-    settings = ollama_asked.generation_settings(request, len(prompt), llm)
+    settings = await service.aside(lambda: ollama_asked.generation_settings(request, len(prompt), llm))
     inbox = Inbox()
     job = Job(prompt=prompt, settings=settings, tell=inbox.put)
     service.worker.submit(job)

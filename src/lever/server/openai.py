@@ -61,7 +61,7 @@ async def _reply(
     """All errors that can be known are raised before the first byte is sent."""
     llm = service.worker.served.llm
     asked.check_length(prompt, llm)
-    settings = asked.generation_settings(request, llm)
+    settings = await service.aside(lambda: asked.generation_settings(request, llm))
     inbox = Inbox()
     job = Job(
         prompt=prompt,
