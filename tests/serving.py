@@ -27,7 +27,7 @@ from lever.server.worker import Served, Worker
 from lever.weights.reader import DirectFile
 from tests.fakes import FakeDevice, wait_until
 
-SETTINGS = ModelSettings(dram=4 << 30, pin_percent=0)
+SETTINGS = ModelSettings(dram=4 << 30, pin_percent=0, grammars=True)
 GATES = Gates(hosts=allowed_hosts("127.0.0.1"))
 
 

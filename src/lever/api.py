@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any, TypedDict, Unpack
 
+from lever.grammar import Grammar
 from lever.llm import Generation, GenerationSettings
 from lever.loader import ModelSettings
 from lever.machine import performance_cores
@@ -20,6 +21,7 @@ REQUEST = {  # options of an answer that are not about drawing, and their names 
     "stop": "stops",
     "ignore_eos": "ignore_eos",
     "logprobs": "n_logprobs",
+    "grammar": "constraint",
 }
 
 Messages = Sequence[Mapping[str, object]]  # {"role": "user", "content": "..."}
@@ -32,6 +34,7 @@ class Options(TypedDict, total=False):
     stop: Sequence[str]  # texts to end before
     ignore_eos: bool
     logprobs: int | None  # likeliest tokens to tell of at each place: `.logprobs` of the answer
+    grammar: Grammar | None  # that the answer obeys: `lever.grammar.Grammar.from_json_schema({...})`
     seed: int | None  # None: drawn, and told in the stats
     temperature: float  # 0: always the likeliest token
     top_k: int
@@ -67,12 +70,14 @@ class LLM(Owner):
         n_threads: int | None = None,
         use_image: bool = True,
         use_profile: bool = True,
+        grammars: bool = False,
         offline: bool = False,
         progress: Told | None = None,
     ) -> None:
         """`model`: a path, hf:owner/repo[:QUANT] or a name such as demo. `dram`: bytes, "900MiB", "60%" or "auto".
 
-        The rest is as the flags of `lever run`: `draft` is auto, none, lookup or a model. `progress` is told of what
+        The rest is as the flags of `lever run`: `draft` is auto, none, lookup or a model. `grammars` keeps room for
+        answers that obey one, some 50 MB; without it they need what happens to be left. `progress` is told of what
         takes long. Any of `lever.errors.LeverError`: UsageError, DoesNotFit, StorageError, DownloadError, GGUFError.
         """
         told = progress if progress is not None else Silent()
@@ -81,6 +86,7 @@ class LLM(Owner):
             pin_percent=pin,
             n_ctx=n_ctx,
             n_threads=n_threads if n_threads is not None else len(performance_cores()),
+            grammars=grammars,
         )
         wanted = Wanted(fspath(model), fspath(draft), preset, use_image, offline)
         self._tuning: Tuning | None = None

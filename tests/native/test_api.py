@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import pytest
 import lever
 from lever import LLM
 from lever.errors import DoesNotFit, LeverError, UsageError
+from lever.grammar import Grammar
+from tests.lacking import needs
 from tests.tiny import tiny_model
 
 
@@ -69,6 +72,17 @@ def test_a_model_that_has_drafted_for_another_writes_the_text_that_it_wrote_befo
 def test_an_answer_tells_of_probabilities_where_asked(llm: LLM) -> None:
     found = llm.answer("Hello", max_tokens=3, raw=True, logprobs=2)
     assert [len(entry.top) for entry in found.logprobs] == [2, 2, 2]
+
+
+def test_an_answer_obeys_a_schema(model: Path) -> None:
+    needs("llguidance")
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "maxProperties": 1}
+    with LLM(model, dram="1GiB", draft="none", use_profile=False, grammars=True) as obeying:
+        found = obeying.answer("Hello", grammar=Grammar.from_json_schema(schema), temperature=0, raw=True)
+    if found.finish_reason == "stop":
+        assert list(json.loads(found.text)) == ["n"]
+    else:
+        assert found.text.lstrip().startswith("{")
 
 
 def test_an_answer_that_is_cancelled_ends_and_the_next_one_is_sound(llm: LLM) -> None:
