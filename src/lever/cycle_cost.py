@@ -122,11 +122,21 @@ class CycleCost:
         return self._read.value is not None
 
     @property
+    def waits_for_reads(self) -> bool:
+        """Whether a plain pass does, so that a few rows more take no longer."""
+        return (self._read.value or 0.0) >= self._compute_s(1, self.threads(1))
+
+    @property
     def must_be_plain(self) -> bool:
         """Whether nobody knows what a plain pass takes where it may be faster than guessing: where it does not wait for
         reads, which take as long whatever is guessed.
         """
-        return not self._knows_plain and (self._read.value or 0.0) < self._compute_s(1, self.threads(1))
+        return not self._knows_plain and not self.waits_for_reads
+
+    @property
+    def trying(self) -> bool:
+        """Whether the pass that comes has its number of threads for a trial, whose time tells of that alone."""
+        return self._trying
 
     def observe_pass(self, rows: int, seconds: float, compute_s: float, read_s: float, threads: int = 1) -> None:
         """A pass over the target's layers: its time, that inside ggml, and that with reads in flight."""

@@ -146,6 +146,7 @@ class Engine:
         compute_s, read_s = model.stats.layers_s, store.stats.read_s
         plain = not self._policy.drafts
         model.n_threads = self._pass_threads.count if plain else self._cost.next_threads(len(rows.nodes))
+        run.trial |= self._cost.trying
 
         def after_layer(_layer: int) -> None:
             run.trace.layer()

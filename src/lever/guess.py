@@ -115,7 +115,7 @@ class Guesser:
         run.stats.looked_up += guess.looked_up
         if guess.match is not None:
             self._matches.observe(guess.match, new)
-        if not guess.looked_up and run.drafted_s:
+        if not guess.looked_up and run.drafted_s and not run.trial:
             plain_s = self.cost.pass_s(1) + self.cost.project_s()
             self._worth.observe(len(new), run.drafted_s + run.cycle_s, plain_s)
 
@@ -148,7 +148,7 @@ class Guesser:
         if not self._policy.adaptive:
             return True
         passes = self.cost.reading_s(draft.behind(run.tokens)) / (self.cost.pass_s(1) or 1.0)
-        return self._worth.guessing and self._worth.can_afford(passes)
+        return self._worth.guessing and self._worth.can_afford(passes, hopeful=self.cost.waits_for_reads)
 
     def _grow(self, run: Run, tree: DraftTree, draft: Draft) -> None:
         """Draft while the policy says that it pays."""
@@ -166,6 +166,7 @@ class Guesser:
             draft.expand(tree, nodes, run.temperature, trust)
             seconds = run.trace.mark("draft", before) - before
             self._threads.observe(relative(seconds, self.cost.draft_s(len(nodes))), 0.0)
+            run.trial |= trial
             if not trial:
                 self.cost.observe_draft(len(nodes), seconds)
             run.stats.drafted += len(nodes)

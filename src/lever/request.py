@@ -51,6 +51,7 @@ class Run:
     started: int = 0  # the place of the first token of this cycle
     drafted_s: float = 0.0  # in this cycle
     cycle_s: float = 0.0  # of its pass and projections
+    trial: bool = False  # whether part of it had a number of threads for a trial: its time tells of that alone
 
     @property
     def room(self) -> int:
@@ -60,7 +61,7 @@ class Run:
     def begin_cycle(self) -> None:
         """Count anew."""
         self.trace.begin()
-        self.started, self.drafted_s, self.cycle_s = len(self.tokens), 0.0, 0.0
+        self.started, self.drafted_s, self.cycle_s, self.trial = len(self.tokens), 0.0, 0.0, False
 
     def stop_if_cancelled(self) -> None:
         """Cancelled, if the answer was given up."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 PRIOR, KEPT = 4.0, 0.95  # nodes that a draft is believed for, and what is kept of those seen with each more
 LEAST_TRUST = 0.01  # never nothing: a product of it must stay above zero, and be divided by
 MOST_LOSS, CREDIT = 1.5, 4.0  # plain passes that guessing may lose at first, and that it can have gained before
+AT_ONCE = 1.0  # that one cycle can lose: where something else takes the processor, a moment tells nothing
 TRY = 0.03  # of the time without guessing: what a try may cost before it brings anything
+HOPEFUL = 0.15  # likewise, where passes wait for reads: guesses are nearly free there, so it was a bad moment that lost
 LATER = 0.8  # what is kept of cycles seen with each more
 FIRST_PAUSE, LAST_PAUSE = 8, 256  # cycles without guessing, doubled each time that it still does not pay
 
@@ -56,17 +58,18 @@ class Worth:
         """Of cycles that guessed, the later ones counting more; None before there were any."""
         return self._tokens / self._seconds if self._seconds else None
 
-    def can_afford(self, passes: float) -> bool:
+    def can_afford(self, passes: float, *, hopeful: bool) -> bool:
         """Whether a try may cost so many plain passes before it brings anything: a small share of those without a guess
-        since the last one. Always, where guessing has not lost.
+        since the last one, a larger one where it is `hopeful`. Always, where guessing has not lost.
         """
-        return self._loss < MOST_LOSS or passes <= TRY * self._skipped
+        return self._loss < MOST_LOSS or passes <= (HOPEFUL if hopeful else TRY) * self._skipped
 
     def observe(self, tokens: int, seconds: float, plain_s: float) -> None:
         """A cycle that guessed brought so many tokens in so long; a plain one takes `plain_s` for its one."""
         self._tokens = LATER * self._tokens + tokens
         self._seconds = LATER * self._seconds + seconds
-        self._loss = max(self._loss + seconds / plain_s - tokens, -CREDIT) if plain_s else 0.0
+        lost = min(seconds / plain_s - tokens, AT_ONCE) if plain_s else 0.0
+        self._loss = max(self._loss + lost, -CREDIT)
         if self._loss > MOST_LOSS:
             self._wait, self._pause = self._pause, min(2 * self._pause, LAST_PAUSE)
             self._tokens = self._seconds = 0.0

@@ -317,12 +317,12 @@ def test_a_dear_draft_that_is_sure_and_wrong_is_left_and_tried_again_later() -> 
 
 
 def test_a_draft_that_would_have_to_read_much_is_not_tried_again() -> None:
-    """A tenth of a plain pass for each token that came without it: every try would cost as much as that share."""
+    """A fifth of a plain pass for each token that came without it: every try would cost as much as that share."""
     language = free(7)
-    run = Run(language, preset("lever"), boasting(language), draft_options={"step_s": 0.5, "read_s": 0.1})
+    run = Run(language, preset("lever"), boasting(language), draft_options={"step_s": 0.5, "read_s": 0.2})
     plain = Run(language, preset("flash-ar"))
     assert run.answer(400) == plain.answer(400)
-    assert len(run.drafted_cycles) <= 2
+    assert len(run.drafted_cycles) <= 3  # of which the last one shows what reading takes
     assert run.clock.now < 1.03 * plain.clock.now
 
 
