@@ -131,8 +131,7 @@ def completion_prompt(request: CompletionRequest, llm: LLM) -> list[int]:
     prompt = _only_one(request.prompt)
     try:
         if isinstance(prompt, str):
-            check_text(prompt, llm)
-            return llm.encode_raw(prompt)
+            return raw_prompt(prompt, llm)
         ids = [token for token in prompt if isinstance(token, int)]
         if len(ids) < len(prompt):
             raise ApiError(400, "one prompt at a time: give one text, or one list of token ids", param="prompt")
@@ -140,6 +139,12 @@ def completion_prompt(request: CompletionRequest, llm: LLM) -> list[int]:
     except UsageError as error:
         raise ApiError(400, str(error), param="prompt") from error
     return ids
+
+
+def raw_prompt(text: str, llm: LLM) -> list[int]:
+    """Ids of the bare text."""
+    check_text(text, llm)
+    return llm.encode_raw(text)
 
 
 def _only_one(prompt: str | Sequence[str | int | list[int]]) -> str | Sequence[str | int | list[int]]:
