@@ -61,6 +61,15 @@ def test_a_prompt_that_may_fit_is_counted(served: Serving) -> None:
     assert "at least" not in error["message"]
 
 
+@pytest.mark.parametrize("n_characters", [5, 600])
+def test_what_encoding_took_is_given_back(served: Serving, n_characters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[bool] = []
+    monkeypatch.setattr("lever.server.service.release_unused", lambda: given_back.append(True))
+    served.ask("/v1/completions", {"prompt": "0" * n_characters, "max_tokens": 1})
+
+    assert given_back
+
+
 def test_replies_name_no_folder_of_this_machine(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "bare.gguf", arch="qwen2", metadata={"tokenizer.chat_template": None})
     with serving(path, alias=None, draft=path, draft_name=str(path), name=str(path)) as served:
