@@ -250,12 +250,16 @@ def test_a_stream_says_that_it_lives_while_the_prompt_is_read(model: Path) -> No
         assert received.find(b'"role":"assistant"') < received.find(b": ping")
 
 
-def test_K5_an_error_after_the_first_byte_is_an_event(model: Path) -> None:
+def test_K5_an_error_after_the_first_byte_is_an_event_and_names_no_file(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with serving(model) as served:
         served.device.broken = range(1 << 40)
         body = served.chat("x " * 30, stream=True, max_tokens=200).body
 
         name, line, *_ = body.decode().split("\n\n")[-2].split("\n")
+        assert str(model.parent) not in body.decode()
+        assert f"an answer failed: reading {model} " in caplog.text
         assert name == "event: error"
         assert json.loads(line.removeprefix("data: "))["error"]["type"] == "server_error"
         assert b"[DONE]" not in body

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,17 @@ def given_up(served: Serving) -> bool:
     """Whether what runs has been given up."""
     running = served.worker._running
     return running is not None and running.cancelled
+
+
+@contextmanager
+def deaf_client(served: Serving, path: str, body: bytes) -> Iterator[None]:
+    """One that asks and does not listen."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        connection.connect(("127.0.0.1", served.port))
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        yield
 
 
 # --- clients that go away -----------------------------------------------------------------------------------
@@ -115,18 +128,23 @@ def test_K2_a_client_that_goes_away_while_trees_are_checked_ends_its_answer(mode
         assert served.chat(max_tokens=3, temperature=0).status == 200
 
 
-def test_a_client_that_takes_nothing_is_not_waited_for_forever(model: Path) -> None:
-    with serving(model, timeout_s=0.2, send_buffer=4096) as served, socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        connection.connect(("127.0.0.1", served.port))
-        body = b'{"prompt":"x","max_tokens":-1,"ignore_eos":true,"stream":true,"logprobs":20,"return_cycles":true}'
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        connection.sendall(head + body)
+def test_a_client_that_takes_nothing_is_not_waited_for_forever(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    body = b'{"prompt":"x","max_tokens":-1,"ignore_eos":true,"stream":true,"logprobs":20,"return_cycles":true}'
+    with serving(model, timeout_s=0.2, send_buffer=4096) as served, deaf_client(served, "/v1/completions", body):
         served.wait_for(running=True)
         served.wait_for(running=False)
 
         assert served.worker.totals.new_tokens < 400  # of the 511 that it asked for
+        wait_until(lambda: not served.server.server_state.connections, seconds=30)
         assert served.chat(max_tokens=3).status == 200
+    assert not caplog.records
+
+
+def test_a_client_that_does_not_take_a_whole_reply_is_let_go(model: Path) -> None:
+    body = json.dumps({"content": "x" * 3000, "with_pieces": True}).encode()
+    with serving(model, timeout_s=0.2, send_buffer=4096) as served, deaf_client(served, "/tokenize", body):
+        wait_until(lambda: served.server.server_state.total_requests == 1, seconds=30)
+        wait_until(lambda: not served.server.server_state.connections, seconds=30)
 
 
 # --- several at once ----------------------------------------------------------------------------------------

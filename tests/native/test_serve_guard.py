@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from lever.server.guard import allowed_hosts, is_loopback
+from tests.fakes import wait_until
 from tests.serving import GATES, Serving, serving, with_keys
 from tests.tiny import tiny_model
 
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
 UTF_8 = "sécond".encode().decode("latin-1")  # as the client writes its bytes
 CHAT = "/v1/chat/completions"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +114,9 @@ def test_health_and_the_page_need_no_key(locked: Serving) -> None:
 # --- bodies -------------------------------------------------------------------------------------------------
 
 
-def test_a_body_that_says_it_is_too_long_is_not_read(served: Serving) -> None:
-    reply = served.ask(CHAT, b"x" * 10_001)
+@pytest.mark.parametrize("nbytes", [10_001, 20_000_000])
+def test_a_body_that_says_it_is_too_long_is_refused(served: Serving, nbytes: int) -> None:
+    reply = served.ask(CHAT, b"x" * nbytes)  # whose sender hears so, though it writes to the end before it listens
 
     assert (reply.status, reply.error["code"]) == (413, "body_too_large")
 
@@ -135,12 +138,43 @@ def test_a_body_that_does_not_come_is_not_waited_for(served: Serving) -> None:
     assert received.startswith(b"HTTP/1.1 408 ")
 
 
+@pytest.mark.parametrize("raw", [b"", b"GET /hea", HEALTH + b"GET /hea", HEALTH])
+def test_a_client_that_asks_for_nothing_is_let_go(served: Serving, raw: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+        connection.sendall(raw)
+        while connection.recv(1 << 16):
+            pass
+
+    assert not served.server.server_state.connections
+
+
+def test_a_client_may_take_its_time_between_two_bytes(served: Serving) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+        for byte in HEALTH:
+            connection.sendall(bytes([byte]))
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_client_that_goes_away_within_its_body_is_no_fault_of_ours(
+    served: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+        connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nxx")
+        wait_until(lambda: bool(served.server.server_state.tasks), seconds=30)
+    wait_until(lambda: not served.server.server_state.tasks, seconds=30)
+
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     "raw",
     [b"\x00\x01\x02\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n"],
 )
-def test_what_is_no_http_is_refused(served: Serving, raw: bytes) -> None:
+def test_what_is_no_http_is_refused_without_a_word(
+    served: Serving, raw: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
         connection.sendall(raw)
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 4")
+    assert not caplog.records
     assert served.ask("/health").status == 200

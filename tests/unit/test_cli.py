@@ -18,7 +18,7 @@ import pytest
 import typer
 
 from lever.cli import app, main
-from lever.cli.console import Bar, note, write, write_json
+from lever.cli.console import Bar, NoteHandler, note, write, write_json
 from lever.cli.options import parse_logit_bias, variable
 from lever.cli.run import choose
 from lever.cli.showing import guessing
@@ -654,6 +654,20 @@ def test_json_is_utf_8_whatever_a_path_holds(capfd: pytest.CaptureFixture[str]) 
     out = capfd.readouterr().out
     assert out == '{"path": "\\udcff", "text": "é漢"}\n'
     assert json.loads(out)["path"] == "\udcff"
+
+
+def test_a_logged_failure_is_told_with_the_way_that_led_there(capfd: pytest.CaptureFixture[str]) -> None:
+    log = logging.Logger("nobody's")
+    log.addHandler(NoteHandler())
+    try:
+        raise KeyError("left out")
+    except KeyError:
+        log.exception("an answer failed")
+
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "lever: an answer failed"
+    assert "in test_a_logged_failure" in "".join(lines)
+    assert lines[-1] == "KeyError: 'left out'"
 
 
 def test_a_closed_stdout_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import StringIO
@@ -103,10 +104,13 @@ def same_place() -> bool:
 
 
 class NoteHandler(logging.Handler):
-    """Log records as notes, so that they do not tear a bar."""
+    """Log records as notes, so that they do not tear a bar; what nobody foresaw with the way that led there."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        note(f"lever: {record.getMessage()}")
+        note(f"lever: {record.getMessage().rstrip()}")
+        if record.exc_info is not None:
+            for line in "".join(traceback.format_exception(record.exc_info[1])).splitlines():
+                note(line)
 
 
 class Bar:

@@ -165,6 +165,7 @@ def serve(
             worker,
             listening,
             lambda: None if quiet else note(f"listening at {url}, loading {names[0]}"),
+            timeout_s=timeout,
         )
     finally:
         service.close()

@@ -14,8 +14,12 @@ from lever.server.worker import Served
 
 def names_of(reference: str, alias: str | None) -> tuple[str, ...]:
     """What requests may call the model; the first is what replies call it, and has no folder of this machine."""
-    short = reference if reference.startswith("hf:") else Path(reference).name
-    return tuple(dict.fromkeys(name for name in (alias, short, reference) if name))
+    return tuple(dict.fromkeys(name for name in (alias, short(reference), reference) if name))
+
+
+def short(reference: str) -> str:
+    """Without the folder where it lies."""
+    return reference if reference.startswith("hf:") else Path(reference).name
 
 
 def digest(llm: LLM) -> str:
@@ -66,7 +70,7 @@ def props(name: str, served: Served) -> dict[str, Any]:
         "buffered_reason": loaded.store.buffered_reason,
         "layout": loaded.layout,
         "image": loaded.image.describe() if loaded.image is not None else None,
-        "draft": llm.draft_name,
+        "draft": short(llm.draft_name) if llm.draft_name is not None else None,
         "preset": llm.policy.name,
         "plain_pass_s": tuning.expected.seconds if tuning is not None else None,
         "threads": loaded.n_threads,

@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -23,11 +23,12 @@ from lever.server.metrics import TYPE, Metrics
 from lever.server.page import page
 from lever.server.refusals import ApiError, api_error, not_supported
 from lever.server.replies import Content, Health, ModelCard, ModelList, Prompt, TokenPiece, Tokens
-from lever.server.service import Service, service_of
+from lever.server.service import NOBODY_READS, Service, service_of
 from lever.server.types import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from lever.server.worker import NotReady, Served
+from lever.tokenizer import Tokenizer
 
-BODY_LIMIT = 16 << 20  # bytes
+BODY_LIMIT = 4 << 20  # bytes; a request is held several times over while it is read
 # What other servers have: an honest answer is better than that there is nothing.
 ELSEWHERE = (
     "/v1/embeddings", "/embeddings", "/embedding", "/v1/rerank", "/rerank", "/reranking", "/infill", "/v1/responses",
@@ -79,6 +80,7 @@ def make_app(service: Service, gates: Gates, *, metrics: bool = False) -> Starle
             ApiError: _refused,
             LeverError: _refused,
             HTTPException: _no_such_thing,
+            ClientDisconnect: _gone,
             Exception: _refused,  # and uvicorn logs it
         },
     )
@@ -120,23 +122,19 @@ async def show_props(http: Request) -> Response:
 async def tokenize(http: Request) -> Response:
     """As llama-server."""
     service = service_of(http)
-    tokenizer = service.worker.served.llm.tokenizer
+    llm = service.worker.served.llm
     request = asked.read(await http.body(), TokenizeRequest)
-    ids = await service.aside(
-        lambda: tokenizer.encode(request.content, add_special=request.add_special, parse_special=request.parse_special)
-    )
-    if not request.with_pieces:
-        return reply(Tokens([*ids]))
-    pieces = [tokenizer.token_bytes(token) or tokenizer.token_text(token).encode() for token in ids]
-    return reply(Tokens([TokenPiece(token, _text_or_bytes(piece)) for token, piece in zip(ids, pieces, strict=True)]))
+    asked.check_text(request.content, llm)
+    return reply(await service.aside(lambda: _tokens(request, llm.tokenizer)))
 
 
 async def detokenize(http: Request) -> Response:
     """As llama-server."""
-    llm = service_of(http).worker.served.llm
+    service = service_of(http)
+    llm = service.worker.served.llm
     request = asked.read(await http.body(), DetokenizeRequest)
     asked.check_tokens(request.tokens, llm, "tokens")
-    return reply(Content(llm.tokenizer.decode(request.tokens)))
+    return reply(Content(await service.aside(lambda: llm.tokenizer.decode(request.tokens))))
 
 
 async def apply_template(http: Request) -> Response:
@@ -192,11 +190,24 @@ async def _refused(http: Request, error: Exception) -> Response:
     return api_error(error).response(http.url.path)
 
 
+async def _gone(_http: Request, _error: Exception) -> Response:
+    """For a client that went away before its request was complete."""
+    return Response(status_code=NOBODY_READS)
+
+
 async def _no_such_thing(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     words = {404: f"there is no {http.url.path[:100]}", 405: f"{http.method} is not for {http.url.path[:100]}"}
     refusal = ApiError(error.status_code, words.get(error.status_code, error.detail), headers=error.headers)
     return refusal.response(http.url.path)
+
+
+def _tokens(request: TokenizeRequest, tokenizer: Tokenizer) -> Tokens:
+    ids = tokenizer.encode(request.content, add_special=request.add_special, parse_special=request.parse_special)
+    if not request.with_pieces:
+        return Tokens([*ids])
+    pieces = [tokenizer.token_bytes(token) or tokenizer.token_text(token).encode() for token in ids]
+    return Tokens([TokenPiece(token, _text_or_bytes(piece)) for token, piece in zip(ids, pieces, strict=True)])
 
 
 def _text_or_bytes(piece: bytes) -> str | list[int]:

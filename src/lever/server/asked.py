@@ -10,11 +10,12 @@ from typing import TypeVar
 
 import msgspec
 
+from lever.chat import ChatTemplate
 from lever.errors import TemplateError, UsageError
 from lever.llm import LLM, GenerationSettings
 from lever.server.constraints import constraint_of
 from lever.server.refusals import ApiError, not_supported, overflow
-from lever.server.types import ChatRequest, CompletionRequest, Request, TemplateRequest
+from lever.server.types import ChatRequest, CompletionRequest, Message, Request, TemplateRequest
 from lever.settings import MAX_SEED, SamplerSettings
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ def chat_prompt(request: ChatRequest, llm: LLM) -> list[int]:
     """Ids of the conversation in the model's template."""
     if request.tools or request.tool_choice not in (None, "none", "auto"):
         raise not_supported("tools are not supported: leave out tools and tool_choice", "tools")
+    _template_of(llm)
+    _check_messages(request.messages, llm)
     try:
         return llm.encode_chat([msgspec.to_builtins(message) for message in request.messages])
     except (UsageError, TemplateError) as error:
@@ -83,13 +86,41 @@ def chat_prompt(request: ChatRequest, llm: LLM) -> list[int]:
 
 def chat_text(request: TemplateRequest, llm: LLM) -> str:
     """The conversation in the model's template."""
-    if llm.template is None:
-        raise ApiError(400, f"{llm.name} has no chat template", param="messages")
+    template = _template_of(llm)
+    _check_messages(request.messages, llm)
     messages = [msgspec.to_builtins(message) for message in request.messages]
     try:
-        return llm.template.render(messages, add_generation_prompt=request.add_generation_prompt)
+        return template.render(messages, add_generation_prompt=request.add_generation_prompt)
     except (UsageError, TemplateError) as error:
         raise ApiError(400, str(error), param="messages") from error
+
+
+def _template_of(llm: LLM) -> ChatTemplate:
+    if llm.template is None:
+        raise ApiError(400, "the model has no chat template: give /v1/completions the whole prompt", param="messages")
+    return llm.template
+
+
+def _check_messages(messages: Sequence[Message], llm: LLM) -> None:
+    """As `check_text`; any message has a token of its own, such as the one that ends it."""
+    _check_least(len(messages) + sum(map(_n_characters, messages)) // llm.tokenizer.longest, llm)
+
+
+def _n_characters(message: Message) -> int:
+    if isinstance(message.content, str):
+        return len(message.content)
+    return sum(len(part.text or "") for part in message.content or ())
+
+
+def check_text(text: str, llm: LLM) -> None:
+    """Refuse what is too long for the context whatever its tokens are: to count them takes minutes, and memory."""
+    _check_least(len(text) // llm.tokenizer.longest, llm)
+
+
+def _check_least(n_tokens: int, llm: LLM) -> None:
+    n_ctx = llm.loaded.shape.n_ctx
+    if n_tokens >= n_ctx:
+        raise overflow(n_tokens, n_ctx, counted="at least")
 
 
 def completion_prompt(request: CompletionRequest, llm: LLM) -> list[int]:
@@ -100,7 +131,7 @@ def completion_prompt(request: CompletionRequest, llm: LLM) -> list[int]:
     prompt = _only_one(request.prompt)
     try:
         if isinstance(prompt, str):
-            return llm.encode_raw(prompt)
+            return raw_prompt(prompt, llm)
         ids = [token for token in prompt if isinstance(token, int)]
         if len(ids) < len(prompt):
             raise ApiError(400, "one prompt at a time: give one text, or one list of token ids", param="prompt")
@@ -108,6 +139,12 @@ def completion_prompt(request: CompletionRequest, llm: LLM) -> list[int]:
     except UsageError as error:
         raise ApiError(400, str(error), param="prompt") from error
     return ids
+
+
+def raw_prompt(text: str, llm: LLM) -> list[int]:
+    """Ids of the bare text."""
+    check_text(text, llm)
+    return llm.encode_raw(text)
 
 
 def _only_one(prompt: str | Sequence[str | int | list[int]]) -> str | Sequence[str | int | list[int]]:

@@ -125,7 +125,7 @@ class BodyLimit:
 
     def _too_long(self) -> ApiError:
         message = f"the body of the request is longer than {self._limit} bytes"
-        return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+        return ApiError(413, message, code="body_too_large")
 
 
 def _name_of(host: str) -> str:

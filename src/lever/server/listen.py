@@ -8,16 +8,21 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
+from typing import Any
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lever.errors import LeverError
 from lever.server.worker import Worker
 
 LAST_WORDS_S = 3.0  # for replies to end in, before connections are cut
 FAILED_S = 1.0  # for which a failure to load is told over HTTP
+MOST_MS = 2**31 - 1  # that a socket's timeout may be
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -45,9 +50,11 @@ def url_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(app: Starlette, worker: Worker, listening: socket.socket, on_listening: Callable[[], None]) -> int | None:
+def serve(
+    app: Starlette, worker: Worker, listening: socket.socket, on_listening: Callable[[], None], *, timeout_s: float
+) -> int | None:
     """Until a signal, whose number is returned, or until the model could not be loaded: then its error is raised."""
-    server = Server(app, worker)
+    server = Server(app, worker, timeout_s=timeout_s)
     with _signals(server.handle_exit):
         asyncio.run(server.until_the_end(listening, on_listening))
     if worker.error is not None:
@@ -69,17 +76,43 @@ def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
             signal.signal(number, other)
 
 
+class Connection(H11Protocol):
+    """Given up when its client takes longer than `timeout_s` to say what it wants, or takes nothing that it is sent."""
+
+    def __init__(self, *args: Any, timeout_s: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timeout_s = timeout_s
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        # Left to the kernel: it knows what was taken, also of what waits in its buffers after the reply is complete.
+        milliseconds = int(min(1e3 * self._timeout_s, MOST_MS))
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        self._wait_for_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            self._wait_for_headers()
+
+    def _wait_for_headers(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self._timeout_s, self.timeout_keep_alive_handler)
+
+
 class Server(uvicorn.Server):
     """An application and the worker behind it."""
 
-    def __init__(self, app: Starlette, worker: Worker) -> None:
+    def __init__(self, app: Starlette, worker: Worker, *, timeout_s: float) -> None:
+        """`timeout_s`: as `Connection` has it."""
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=partial(Connection, timeout_s=timeout_s),  # type: ignore[arg-type]  # made like a class
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                log_level="error",  # what strangers send is not worth a line each
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,

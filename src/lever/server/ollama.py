@@ -128,7 +128,6 @@ def _streamed(service: Service, job: Job, inbox: Inbox, shape: _Shape) -> Stream
         b"",
         ping=lambda: line(shape.part("")),
         ping_s=service.ping_s,
-        timeout_s=service.timeout_s,
     )
 
 

@@ -103,7 +103,7 @@ def _encoded(request: OllamaRequest, llm: LLM) -> list[int]:
     assert isinstance(request, OllamaGenerateRequest)
     text = request.prompt or ""
     if request.raw or (llm.template is None and not request.system):
-        return llm.encode_raw(text)
+        return asked.raw_prompt(text, llm)
     system = [Message(role="system", content=request.system)] if request.system else []
     return asked.chat_prompt(ChatRequest(messages=[*system, Message(role="user", content=text)]), llm)
 

@@ -81,7 +81,6 @@ async def _reply(
             data(first) if first is not None else b"",
             ping=lambda: PING,
             ping_s=service.ping_s,
-            timeout_s=service.timeout_s,
         )
     return await whole_reply(http, job, inbox, shape)
 

@@ -44,7 +44,10 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """What the sender of a request is told of an error of lever; anything unforeseen says no more than that."""
+    """What the sender of a request is told of an error of lever.
+
+    What is no fault of the request says no more than that: its words are for who started the server, and name files.
+    """
     if isinstance(error, ApiError):
         return error
     retry = {"Retry-After": str(RETRY_AFTER_S)}
@@ -56,7 +59,7 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, MemoryError):
         return ApiError(500, "the system gave no more memory", type=SERVER)
-    return ApiError(500, str(error) or type(error).__name__, type=SERVER)
+    return ApiError(500, "the request failed inside the server, which says why where it was started", type=SERVER)
 
 
 def not_supported(message: str, param: str | None = None) -> ApiError:
@@ -64,11 +67,12 @@ def not_supported(message: str, param: str | None = None) -> ApiError:
     return ApiError(501, message, type="not_supported_error", param=param, code="not_supported")
 
 
-def overflow(n_prompt_tokens: int, n_ctx: int) -> ApiError:
-    """For a prompt that leaves no room for an answer."""
+def overflow(n_prompt_tokens: int, n_ctx: int, *, counted: str = "") -> ApiError:
+    """For a prompt that leaves no room for an answer. `counted`: how exactly its tokens were."""
+    has = " ".join(filter(None, ("the prompt has", counted, str(n_prompt_tokens))))
     return ApiError(
         400,
-        f"the prompt has {n_prompt_tokens} tokens and the context {n_ctx}: shorten it, or serve with more by -c",
+        f"{has} tokens and the context {n_ctx}: shorten it, or serve with more by -c",
         type="exceed_context_size_error",
         code="context_length_exceeded",
         numbers=(n_prompt_tokens, n_ctx),

@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lever.memory import release_unused
 from lever.server.about import fingerprint
 from lever.server.refusals import api_error
 from lever.server.streams import ClientGone, Inbox, unless_gone
@@ -42,11 +43,19 @@ class Service:
 
     async def aside(self, work: Callable[[], T]) -> T:
         """Something that takes its time."""
-        return await asyncio.get_running_loop().run_in_executor(self._encoding, work)
+        return await asyncio.get_running_loop().run_in_executor(self._encoding, _tidily, work)
 
     def close(self) -> None:
         """Give its thread back."""
         self._encoding.shutdown(wait=True)
+
+
+def _tidily(work: Callable[[], T]) -> T:
+    """A text is encoded with 400 bytes for each token: of one that is far too long, that must not stay ours."""
+    try:
+        return work()
+    finally:
+        release_unused()
 
 
 class Whole(Protocol):

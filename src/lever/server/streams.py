@@ -76,7 +76,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class Stream(Response):
-    """A job's events as they come. The job is given up when the client goes away, or takes nothing for `timeout_s`."""
+    """A job's events as they come. The job is given up when the client goes away."""
 
     def __init__(
         self,
@@ -88,13 +88,12 @@ class Stream(Response):
         *,
         ping: Callable[[], bytes],
         ping_s: float,
-        timeout_s: float,
     ) -> None:
         """`render` makes of an event what is sent; `ping` says that it lives, when nothing was sent for `ping_s`."""
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
         self._job, self._inbox, self._render = job, inbox, render
-        self._beginning, self._ping, self._ping_s, self._timeout_s = beginning, ping, ping_s, timeout_s
+        self._beginning, self._ping, self._ping_s = beginning, ping, ping_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # as ASGI has it
         try:
@@ -106,7 +105,7 @@ class Stream(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await self._send(send, self._beginning, more=True)
+        await send({"type": "http.response.body", "body": self._beginning, "more_body": True})
         event: Event | None = None
         quiet_until = self._now() + self._ping_s
         while not isinstance(event, Done | Failed):
@@ -116,16 +115,9 @@ class Stream(Response):
                 chunk = b"".join(self._render(event))
             except TimeoutError:
                 chunk = self._ping()
-            await self._send(send, chunk, more=True)
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
             quiet_until = self._now() + self._ping_s
-        await self._send(send, b"", more=False)
-
-    async def _send(self, send: Send, chunk: bytes, *, more: bool) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await send({"type": "http.response.body", "body": chunk, "more_body": more})
-        except TimeoutError:
-            raise ClientGone from None
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lever.errors import Cancelled, LeverError
+from lever.errors import Cancelled, ContextOverflow, LeverError, UsageError
 from lever.llm import LLM, Generation, GenerationSettings, TokenLogprobs
 from lever.opening import Told, Tuning, learn
 from lever.request import FinishReason
@@ -287,7 +287,10 @@ class Worker:
         last: Event
         try:
             last = self._answer(served, job)
+        except (Cancelled, ContextOverflow, UsageError) as error:
+            last = Failed(error)
         except LeverError as error:
+            log.error("an answer failed: %s", error)  # it says all that there is to say
             last = Failed(error)
         except Exception as error:
             log.exception("an answer failed")

@@ -45,6 +45,7 @@ class Tokenizer:
     add_bos: bool
     add_eos: bool
     eog_ids: frozenset[int]  # every id that ends a turn
+    longest: int  # characters of text that one token may stand for
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Tokenizer:
         add_eos: bool,
     ) -> None:
         self.n_vocab = len(vocabulary.texts)
+        self.longest = max(map(len, vocabulary.texts))
         self.bos_id, self.eos_id, self.eog_ids = vocabulary.bos_id, vocabulary.eos_id, vocabulary.eog_ids
         self.add_bos, self.add_eos = add_bos, add_eos
         self._before = _wanted(vocabulary, "bos", vocabulary.bos_id, add_bos)
