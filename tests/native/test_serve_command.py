@@ -154,6 +154,15 @@ def test_a_second_ctrl_c_ends_it_at_once(lever: Lever, model: Path) -> None:
         assert process.end(signal.SIGINT) == 130
 
 
+@pytest.mark.parametrize("flag", ["--timeout", "--sse-ping-interval"])
+@pytest.mark.parametrize("seconds", ["nan", "inf"])
+def test_seconds_that_are_no_number_are_refused(lever: Lever, model: Path, flag: str, seconds: str) -> None:
+    done = lever("serve", model, flag, seconds)
+
+    assert done.returncode == 2
+    assert flag in done.stderr.decode()
+
+
 def test_a_port_that_is_taken_is_one_line(lever: Lever, model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = lever("serve", model, "--port", str(taken.getsockname()[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from contextlib import ExitStack
 from pathlib import Path
@@ -123,6 +124,9 @@ def serve(
     from lever.grammar import is_installed
     from lever.opening import Wanted
 
+    for flag, seconds in (("--sse-ping-interval", sse_ping_interval), ("--timeout", timeout)):
+        if not math.isfinite(seconds):
+            raise UsageError(f"{flag} is {seconds}: it must be a number of seconds")
     keys = (*(api_key or []), *_keys_of(api_key_file))
     if "" in keys:
         raise UsageError("an API key is empty: leave it out")
