@@ -225,7 +225,7 @@ def test_an_image_that_may_not_stand_for_its_model_is_not_used_and_packed_anew_b
     reason = f"was made from another version of {model}" if spoil == "the model" else "is damaged"
     flags = " --type q4_0" if spoil == "the model" else ""
     mend = f"lever pack {model} --force{flags}"
-    said = f"not using the flash image of {model}: {image} {reason}; pack it anew: {mend}\n"
+    said = f"lever: not using the flash image of {model}: {image} {reason}; pack it anew: {mend}\n"
     assert done.stderr.decode() == said
     assert lever(*shlex.split(mend)[1:]).returncode == 0
     assert b"\nusing the flash image" in b"\n" + lever("run", model, *ASK).stderr
