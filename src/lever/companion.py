@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +9,10 @@ from lever import gguf as gguf_file
 from lever.arch import ModelConfig
 from lever.errors import UsageError
 from lever.ggml import load
+from lever.gguf import GGUF
 from lever.loader import PYTHON, LoadedModel, ModelSettings, Progress, most_ctx, plan
 from lever.owner import Owner
+from lever.tokenizer.vocabulary import Kind
 from lever.weights.image import Image
 
 PART = "draft"  # of the plan of its target
@@ -25,12 +26,12 @@ BATCH = 128  # tokens of a prompt that it reads at once
 class Companion(Owner):
     """A small model, all of it in memory. `load` it before its target, whose plan has it as one part."""
 
-    def __init__(self, path: Path, target: ModelConfig, settings: ModelSettings, vocabulary: Sequence[bytes]) -> None:
-        """UsageError unless its vocabulary is that of its target, token by token."""
+    def __init__(self, path: Path, target: ModelConfig, settings: ModelSettings, target_file: GGUF) -> None:
+        """UsageError unless its vocabulary is that of its target, token by token; the header of the latter is whole."""
         gguf = gguf_file.read(path)
         self.config = ModelConfig.from_gguf(gguf)
         self._loaded: LoadedModel | None = None
-        check_vocabulary(path, gguf.strings("tokenizer.ggml.tokens"), vocabulary)
+        self.n_vocab = shared_vocabulary(gguf, target_file)  # tokens that both have
         self.gguf = replace(
             gguf, metadata={k: v for k, v in gguf.metadata.items() if not isinstance(v, list) or k.startswith("lever.")}
         )
@@ -66,16 +67,28 @@ class Companion(Owner):
             self._loaded = None
 
 
-def check_vocabulary(path: Path, draft: Sequence[bytes], target: Sequence[bytes]) -> None:
-    """UsageError, naming the first token that differs, unless both write the same text with the same ids."""
-    differ = (n for n, (a, b) in enumerate(zip(draft, target, strict=False)) if a != b)
-    first = next(differ, min(len(draft), len(target)) if len(draft) != len(target) else None)
-    if first is not None:
-        a, b = (
-            repr(tokens[first].decode(errors="replace")) if first < len(tokens) else "nothing"
-            for tokens in (draft, target)
-        )
-        raise UsageError(
-            f"{path} cannot draft for this model: token {first} is {a} there and {b} here; "
-            "give a draft of the same family, or --no-draft"
-        )
+def shared_vocabulary(draft: GGUF, target: GGUF) -> int:
+    """How many tokens both have. Models of one family are padded to different lengths: what one has more than the other
+    must be unused. UsageError, naming the first token that differs, unless both write the same text with the same ids.
+    """
+    tokens = [gguf.strings("tokenizer.ggml.tokens") for gguf in (draft, target)]
+    n_shared = min(map(len, tokens))
+    differ = (n for n, (a, b) in enumerate(zip(*tokens, strict=False)) if a != b)
+    first = next(differ, None)
+    if first is None:
+        used = (_first_used(gguf, n_shared) for gguf in (draft, target))
+        first = next((token for token in used if token is not None), None)
+    if first is None:
+        return n_shared
+    there, here = (repr(texts[first].decode(errors="replace")) if first < len(texts) else "nothing" for texts in tokens)
+    raise UsageError(
+        f"{draft.path} cannot draft for this model: token {first} is {there} there and {here} here; "
+        "give a draft of the same family, or --no-draft"
+    )
+
+
+def _first_used(gguf: GGUF, start: int) -> int | None:
+    """The first token from there on that is not marked as unused."""
+    n_vocab = len(gguf.strings("tokenizer.ggml.tokens"))
+    kinds = gguf.integers("tokenizer.ggml.token_type", [Kind.NORMAL] * n_vocab)
+    return next((token for token in range(start, n_vocab) if kinds[token : token + 1] != [Kind.UNUSED]), None)

@@ -17,14 +17,20 @@ from lever.tree import IN_TEXT, DraftTree, Rerooted
 CANDIDATES = 8  # behind each node; more add rows that are hardly ever reached
 NEAR = 12.0  # logits below the best: what is further off is never worth a row
 COUNTED = 16.0  # logits below the best: 150 000 tokens further off have a share of 0.017 together at most
+STAND_IN = 0  # for a token that the draft does not have
 LEAST_TEMPERATURE = 1e-4  # as good as none, and no quotient of logits by it overflows
 
 
 class Draft:
-    """A model and what it has read. The text is that of the target: `begin` catches up with it."""
+    """A model and what it has read. The text is that of the target: `begin` catches up with it.
 
-    def __init__(self, model: Model, n_candidates: int = CANDIDATES) -> None:
+    Of both vocabularies the first `n_vocab` tokens are the same, None: all. What else the target writes, the draft
+    reads as another token; what else it knows itself, it never says.
+    """
+
+    def __init__(self, model: Model, n_candidates: int = CANDIDATES, *, n_vocab: int | None = None) -> None:
         self.model = model
+        self._n_vocab = model.config.n_vocab if n_vocab is None else n_vocab
         self._n_candidates = n_candidates
         self._most_in_step = model.shape.n_logits if model.shape.n_steps else 0  # more nodes go layer by layer
         self._text: list[int] = []  # in the cache
@@ -45,7 +51,7 @@ class Draft:
         n_batch = self.model.shape.n_batch
         for start in range(len(self._text), len(text), n_batch):
             part = text[start : start + n_batch]
-            self.model.forward(part)
+            self.model.forward(self._readable(part))
             self._text += part
             after_part()
 
@@ -61,10 +67,10 @@ class Draft:
         n_batch, n_step = self.model.shape.n_batch, self._most_in_step
         while (n := len(text) - len(self._text)) > n_step:
             part = text[len(self._text) : len(self._text) + n_batch]
-            self.model.forward(part)
+            self.model.forward(self._readable(part))
             self._text += part
         if n:
-            logits = self.model.step(text[-n:], 0, range(1, n + 1), np.tri(n, dtype=bool))[n - 1]
+            logits = self.model.step(self._readable(text[-n:]), 0, range(1, n + 1), np.tri(n, dtype=bool))[n - 1]
             self.model.kv.gather(range(n), n)
             self._text += text[-n:]
         else:
@@ -111,11 +117,14 @@ class Draft:
         for start in range(0, len(tokens), width):
             yield from self.model.project(range(start, min(start + width, len(tokens))))
 
+    def _readable(self, tokens: Sequence[int]) -> Sequence[int]:
+        return [token if token < self._n_vocab else STAND_IN for token in tokens]
+
     def _candidates(self, logits: NDArray[np.float32], temperature: float, trust: float) -> list[tuple[int, float]]:
         return [(token, trust * probability) for token, probability in self._likeliest(logits, temperature)]
 
     def _likeliest(self, logits: NDArray[np.float32], temperature: float) -> list[tuple[int, float]]:
-        return likeliest(logits, self._n_candidates, temperature)
+        return likeliest(logits[: self._n_vocab], self._n_candidates, temperature)
 
 
 def likeliest(logits: NDArray[np.float32], n: int, temperature: float) -> list[tuple[int, float]]:

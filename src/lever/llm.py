@@ -149,7 +149,9 @@ class LLM(Owner):
     def engine(self) -> Engine:
         """What turns tokens into tokens."""
         loaded = self.loaded
-        draft = Draft(self._companion.load(0).model) if self._companion is not None else None
+        draft = None
+        if self._companion is not None:
+            draft = Draft(self._companion.load(0).model, n_vocab=self._companion.n_vocab)
         return Engine(
             loaded.model,
             loaded.store,
@@ -334,7 +336,7 @@ def _read(
     config = ModelConfig.from_gguf(gguf)
     companion = None
     if draft is not None:
-        companion = Companion(draft, config, settings, gguf.strings("tokenizer.ggml.tokens"))
+        companion = Companion(draft, config, settings, gguf)
     _require_room(gguf, config, settings, companion)
     tokenizer = Tokenizer.from_gguf(gguf)
     dropped = {f"tokenizer.ggml.{key}" for key in VOCABULARY_KEYS}

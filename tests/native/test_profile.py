@@ -224,7 +224,7 @@ def companion(path: Path) -> Iterator[Companion]:
     """The model as its own draft."""
     gguf = read(path)
     config = ModelConfig.from_gguf(gguf)
-    with Companion(path, config, SETTINGS, gguf.strings("tokenizer.ggml.tokens")) as found:
+    with Companion(path, config, SETTINGS, gguf) as found:
         yield found
 
 

@@ -181,7 +181,7 @@ def opened(folder: Path, weights: str | dict[str, str], **target: Any) -> Iterat
 @pytest.mark.parametrize("kind", ["itself", "another", "contrary", "damaged"])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_every_preset_and_draft_gives_the_bits_of_plain_decoding(
+def test_I2_I14_I16_every_preset_and_draft_gives_the_bits_of_plain_decoding(
     models: Models, name: str, policy: Preset, kind: str
 ) -> None:
     draw, temperature = sampler(name).draw, SAMPLERS[name]["temperature"]
@@ -226,7 +226,7 @@ def test_a_first_choice_that_is_wrong_is_made_good_by_a_second_one(models: Model
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_text_of_a_seed_does_not_depend_on_the_draft(models: Models, seed: int) -> None:
+def test_I1_text_of_a_seed_does_not_depend_on_the_draft(models: Models, seed: int) -> None:
     draw = sampler("warm", seed).draw
     found = [models.answers(policy).to(SHORT, draw, n=16, temperature=0.7).tokens for policy in POLICIES[1:5]]
     assert found == [models.expected(SHORT, draw, n=16).tokens] * 4
@@ -272,7 +272,7 @@ def test_K4_a_full_context_ends_the_answer_as_plainly(models: Models, policy: Pr
 
 
 @pytest.mark.parametrize("policy", POLICIES[1:6], ids=lambda policy: policy.name)
-def test_a_draft_with_less_context_than_the_target_helps_as_far_as_it_goes(models: Models, policy: Preset) -> None:
+def test_I10_a_draft_with_less_context_than_the_target_helps_as_far_as_it_goes(models: Models, policy: Preset) -> None:
     with open_tiny(models.path, n_tree=N_TREE, n_ctx=40, pin_percent=100) as drafting:
         answers = Answers(models.target, Draft(drafting.model), policy)
         for prompt in (TOKENS[:28], TOKENS[:60]):
@@ -339,7 +339,7 @@ def test_I5_a_conversation_goes_on_from_what_was_accepted(models: Models, policy
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("n_taken", [1, 2, 4])
-def test_an_answer_given_up_in_mid_walk_leaves_all_sound(models: Models, policy: Preset, n_taken: int) -> None:
+def test_I7_an_answer_given_up_in_mid_walk_leaves_all_sound(models: Models, policy: Preset, n_taken: int) -> None:
     answers = models.answers(policy)
     steps = answers.steps(A)
     given_up = [next(steps).token for _ in range(n_taken)]

@@ -274,7 +274,7 @@ FEATURES = [
 
 
 @pytest.mark.parametrize(("key", "value", "feature"), FEATURES)
-def test_A28_a_feature_in_force_is_refused_by_name(key: str, value: object, feature: str, tmp_path: Path) -> None:
+def test_A28_I8_a_feature_in_force_is_refused_by_name(key: str, value: object, feature: str, tmp_path: Path) -> None:
     fields = tiny.tiny_fields(type="Q4_0", metadata={f"llama.{key}": value})
     message = refusal(fields, tmp_path, UnsupportedModel)
     assert f"not supported: {feature}" in message or f"not supported: an {feature}" in message

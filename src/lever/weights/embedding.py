@@ -45,8 +45,13 @@ class EmbeddingRows(Owner):
         return round_up(n_rows * row_nbytes(table)) + round_up(row_nbytes(table), grain) + grain
 
     def load(self, tokens: Sequence[int]) -> NDArray[np.int32]:
-        """Read the rows of `tokens`, each distinct one once; returns which loaded row each token has."""
+        """Read the rows of `tokens`, each distinct one once; returns which loaded row each token has.
+
+        IndexError for a token that has none: other bytes of the file would make a row as well.
+        """
         distinct, where = np.unique(np.asarray(tokens), return_inverse=True)
+        if not 0 <= distinct[0] <= distinct[-1] < self.table.shape[1]:
+            raise IndexError(f"tokens {distinct[0]} to {distinct[-1]}: the embedding has {self.table.shape[1]} rows")
         for place, token in enumerate(distinct):
             self._read_row(int(token), place * self._row_bytes)
         return where.astype(np.int32)
