@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -284,12 +286,21 @@ def test_resident_memory_is_read_from_the_status_file(tmp_path: Path) -> None:
     assert (rss_bytes(status), peak_rss_bytes(status)) == (80 * MIB, 88 * MIB)
 
 
+HOLD_AND_GIVE_BACK = f"""
+from lever.memory import peak_rss_bytes, rss_bytes
+before = rss_bytes()
+block = bytearray(b"x") * {64 * MIB}
+del block
+print(peak_rss_bytes() - before, rss_bytes() - before)
+"""
+
+
 def test_the_peak_remembers_memory_that_was_given_back() -> None:
-    before = rss_bytes()
-    block = bytearray(b"x") * (64 * MIB)
-    del block
-    assert peak_rss_bytes() >= before + 60 * MIB
-    assert rss_bytes() < before + 60 * MIB
+    """In a process of its own: what others have left in this one's heap decides what goes back to the system."""
+    done = subprocess.run([sys.executable, "-c", HOLD_AND_GIVE_BACK], capture_output=True, timeout=60, check=True)
+    peak, now = map(int, done.stdout.split())
+    assert peak >= 60 * MIB
+    assert now < 30 * MIB
 
 
 def test_D8_the_refusal_names_need_budget_parts_and_ways_to_fit() -> None:
