@@ -124,10 +124,10 @@ class Vocabulary:
         self._has_text = np.fromiter(map(bool, texts), dtype=np.bool_, count=len(texts))
         self._ends = np.fromiter(sorted(tokenizer.eog_ids), dtype=np.intp)
         _require_library()
-        from llguidance import LLTokenizer
+        from llguidance import LLTokenizer, TokenizerWrapper
 
         # Trees of parts of the vocabulary (slices) would save milliseconds in texts of limited length, and double it.
-        self.native = LLTokenizer(_Tokens(texts), slices=[])  # type: ignore[arg-type]  # looks like one to the library
+        self.native = LLTokenizer(TokenizerWrapper(_Tokens(tokenizer, texts)), slices=[])
 
     def constraint(self, grammar: Grammar, n_prompt: int) -> GrammarConstraint:
         """What the grammar allows behind a prompt of so many tokens.
@@ -199,18 +199,17 @@ class GrammarConstraint:
 
 
 class _Tokens:
-    """What the library asks of a tokenizer. Nothing is ever cut into tokens by it."""
+    """What the library asks of a tokenizer: all tokens, and ids of a text."""
 
-    is_tokenizer_wrapper = True
     bos_token_id = None
     eos_token_id = None  # it then adds one behind the vocabulary, which stands for all that end a text
-    special_token_ids: Sequence[int] = ()
 
-    def __init__(self, tokens: Sequence[bytes]) -> None:
-        self.tokens = tokens
+    def __init__(self, tokenizer: Tokenizer, tokens: Sequence[bytes]) -> None:
+        self.tokens, self._tokenizer = tokens, tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        raise NotImplementedError
+        """Of ordinary text; what looks like a control token is none."""
+        return self._tokenizer.encode(text, add_special=False, parse_special=False)
 
 
 def _compile(source: str, vocabulary: LLTokenizer) -> LLMatcher:

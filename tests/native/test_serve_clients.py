@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from lever.memory import rss_bytes
+from lever.server.worker import Served
 from tests.fakes import wait_until
 from tests.serving import Serving, serving
 from tests.tiny import tiny_model
@@ -252,3 +253,32 @@ def test_many_requests_leave_nothing_behind(model: Path) -> None:
 
         assert rss_bytes() - before < 500 * 1000
         assert (served.worker.running, served.worker.waiting) == (False, 0)
+
+
+# --- the thread ---------------------------------------------------------------------------------------------
+
+
+def test_what_goes_wrong_beside_an_answer_ends_the_server_and_is_told_to_all_who_wait(
+    served: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that had died in silence would let every later request wait for ever."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("learning is broken")
+
+    monkeypatch.setattr("lever.server.worker.learn", fail)
+    served.worker._served = Served(served.llm, tuning=object())  # type: ignore[arg-type]  # nobody looks at it
+    served.device.gate.clear()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(lambda: served.chat(max_tokens=2))
+        served.wait_for(running=True)
+        second = pool.submit(lambda: served.chat(max_tokens=2))
+        served.wait_for(running=True, waiting=1)
+        served.device.gate.set()
+
+        assert first.result(60).status == 200  # it was complete
+        refused = second.result(60)
+    assert (refused.status, served.worker.state) == (503, "failed")
+    assert "learning is broken" in refused.json["error"]["message"]
+    served.thread.join(30)
+    assert not served.thread.is_alive()

@@ -150,6 +150,13 @@ def test_a_vocabulary_of_either_kind_writes_documents_of_the_schema(vocabulary: 
     assert complete > 5
 
 
+@pytest.mark.parametrize("text", ["Hello, world", "naïve 12", "<|im_end|>", ""])
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_the_library_cuts_text_as_the_tokenizer_does(name: str, text: str) -> None:
+    vocabulary = VOCABULARIES[name]
+    assert vocabulary.native.tokenize_str(text) == vocabulary.tokenizer.encode(text, add_special=False)
+
+
 def test_json_object_is_any_object_and_nothing_else() -> None:
     constraint = follow(Grammar.json_object())
     written = BPE.encode('{"a": [1, {"b": null}], "é": "x"}', add_special=False)

@@ -96,9 +96,12 @@ def reply(document: msgspec.Struct | dict[str, Any]) -> Response:
 async def health(http: Request) -> Response:
     """200 once the model is ready."""
     worker = service_of(http).worker
-    if worker.state == "failed":
-        raise ApiError(500, f"the model could not be loaded: {worker.error}", type="server_error", code="load_failed")
-    worker.served  # noqa: B018  # raises while there is none
+    try:
+        worker.check()
+    except NotReady as error:
+        if worker.state == "failed":  # for good
+            raise ApiError(500, str(error), type="server_error", code="load_failed") from error
+        raise
     return reply(Health())
 
 

@@ -53,7 +53,7 @@ def url_of(listening: socket.socket) -> str:
 def serve(
     app: Starlette, worker: Worker, listening: socket.socket, on_listening: Callable[[], None], *, timeout_s: float
 ) -> int | None:
-    """Until a signal, whose number is returned, or until the model could not be loaded: then its error is raised."""
+    """Until a signal, whose number is returned, or until the worker has failed: then its error is raised."""
     server = Server(app, worker, timeout_s=timeout_s)
     with _signals(server.handle_exit):
         asyncio.run(server.until_the_end(listening, on_listening))

@@ -1,9 +1,10 @@
 """One thread that owns the model: it opens and loads it, then answers one job after the other. Knows no HTTP.
 
     loading ──> ready ──> stopped
-       └──> failed
+       └──────────┴─────> failed
 
-A job hands what happens to its `tell`, in this thread. Whatever goes wrong in a job ends that job alone.
+A job hands what happens to its `tell`, in this thread. What goes wrong in a job ends that job alone; what goes wrong
+beside them ends the thread, and is told to all who wait.
 """
 
 from __future__ import annotations
@@ -207,14 +208,22 @@ class Worker:
     @property
     def served(self) -> Served:
         """The model; NotReady if there is none. Other threads may ask its tokenizer and template, and look at it."""
-        if self._state == "ready" and self._served is not None:
-            return self._served
-        raise NotReady(
-            {
-                "failed": f"the model could not be loaded: {self.error}",
-                "stopped": "the server is shutting down",
-            }.get(self._state, f"the model is still being loaded: {self._told.doing}")
-        )
+        self.check()
+        assert self._served is not None
+        return self._served
+
+    def check(self) -> None:
+        """NotReady unless there is a model that answers."""
+        if self._state != "ready":
+            raise self._not_ready()
+
+    def _not_ready(self) -> NotReady:
+        if self._state == "loading":
+            return NotReady(f"the model is still being loaded: {self._told.doing}")
+        if self._state == "stopped":
+            return NotReady("the server is shutting down")
+        what = "the model could not be loaded" if self._served is None else "the server has failed"
+        return NotReady(f"{what}: {self.error}")
 
     def start(self) -> None:
         """Begin to load."""
@@ -223,7 +232,7 @@ class Worker:
     def submit(self, job: Job) -> None:
         """Let it be answered in its turn. NotReady, or QueueFull."""
         with self._changed:
-            self.served  # noqa: B018  # raises
+            self.check()
             for gone in [waiting for waiting in self._waiting if waiting.cancelled]:
                 self._waiting.remove(gone)
             if len(self._waiting) + self.running > self._n_waiting:
@@ -261,13 +270,19 @@ class Worker:
             self.error = error
             self._become("failed")
             return
-        with self._served.llm:
-            self._become("ready")
-            while (job := self._next()) is not None:
-                self._work(self._served, job)
-            self._become("stopped")
+        last: State = "failed"
+        try:
+            with self._served.llm:
+                self._become("ready")
+                while (job := self._next()) is not None:
+                    self._work(self._served, job)
+            last = "stopped"
+        except Exception as error:  # beside the answers; unseen, it would leave all who ask waiting
+            log.exception("the thread that answers has failed")
+            self.error = error
+        self._become(last)
         for job in self._waiting:
-            job.tell(Failed(Cancelled("the server is shutting down")))
+            job.tell(Failed(self._not_ready()))
 
     def _become(self, state: State) -> None:
         with self._changed:
@@ -302,10 +317,7 @@ class Worker:
                 self.totals.add(stats)
         job.tell(last)
         if served.tuning is not None and isinstance(last, Done):
-            try:
-                learn(served.tuning, last.stats)
-            except Exception:
-                log.exception("nothing was learned from an answer")
+            learn(served.tuning, last.stats)
 
     def _answer(self, served: Served, job: Job) -> Event:
         """All of it but the last event, which is returned."""
