@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from lever import gguf
+from lever import gguf, models
 from lever.arch import ModelConfig
 from lever.cost import PassTime, Profile
 from lever.cycle_cost import Foretold
@@ -72,21 +72,12 @@ class Told(Protocol):
         """What somebody who waits may want to know."""
 
 
-class Silent:
+class Silent(models.Silent):
     """Keeps it to itself; a `Told`."""
 
     jobs = 0
 
-    def start(self, total: int | None, what: str) -> None:
-        """Nothing is shown."""
-
-    def advance(self, n: int) -> None:
-        """Nothing is shown."""
-
     def tell(self, text: str) -> None:
-        """Nothing is shown."""
-
-    def finish(self) -> None:
         """Nothing is shown."""
 
     def note(self, text: str) -> None:

@@ -346,7 +346,7 @@ def test_a_source_that_shrinks_meanwhile_is_told(tmp_path: Path) -> None:
     source = tiny.tiny_model(tmp_path / "tiny.gguf")
 
     class Shrink(Silent):
-        def start(self, _total: int, _what: str) -> None:
+        def start(self, _total: int | None, _what: str) -> None:
             source.write_bytes(source.read_bytes()[:-100_000])
 
     with pytest.raises(StorageError, match=r"tiny.gguf: ends within .*: it changed while it was read"):
