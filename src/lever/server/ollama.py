@@ -109,8 +109,7 @@ async def _answer(http: Request, kind: type[OllamaRequest]) -> Response:
     shape = _Shape(request, llm)
     if ollama_asked.is_load(request):
         return _reply(shape.loaded())
-    prompt = await service.aside(lambda: ollama_asked.prompt(request, llm))
-    settings = await service.aside(lambda: ollama_asked.generation_settings(request, len(prompt), llm))
+    prompt, settings = await service.aside(lambda: ollama_asked.prompt_and_settings(request, llm))
     inbox = Inbox()
     job = Job(prompt=prompt, settings=settings, tell=inbox.put)
     service.worker.submit(job)

@@ -87,10 +87,15 @@ def _unable(request: OllamaRequest, what: str) -> ApiError:
     return ApiError(400, f'"{request.model}" does not support {what}')
 
 
-def prompt(request: OllamaRequest, llm: LLM) -> list[int]:
-    """Ids of what is to be answered. ApiError for a prompt that leaves no room in num_ctx."""
+def prompt_and_settings(request: OllamaRequest, llm: LLM) -> tuple[list[int], GenerationSettings]:
+    """Ids of what is to be answered, and how. A long text, or a schema, may take a second."""
+    prompt = _prompt(request, llm)
+    return prompt, _generation_settings(request, len(prompt), llm)
+
+
+def _prompt(request: OllamaRequest, llm: LLM) -> list[int]:
+    """ApiError for a prompt that leaves no room in num_ctx."""
     ids = _encoded(request, llm)
-    asked.check_length(ids, llm)
     n_ctx = _options(request).num_ctx
     if n_ctx is not None and len(ids) >= n_ctx:
         raise ApiError(400, f"the prompt has {len(ids)} tokens and num_ctx is {n_ctx}: shorten it or ask for more")
@@ -118,8 +123,7 @@ def _message(message: OllamaMessage) -> Message:
     )
 
 
-def generation_settings(request: OllamaRequest, n_prompt: int, llm: LLM) -> GenerationSettings:
-    """How it is to be answered."""
+def _generation_settings(request: OllamaRequest, n_prompt: int, llm: LLM) -> GenerationSettings:
     options = _options(request)
     sampling = {name: getattr(options, name) for name in asked.SAMPLING}
     if options.top_p is None:

@@ -57,6 +57,7 @@ class Head(msgspec.Struct, frozen=True):
 class Shape(ABC):
     """How an answer looks. The two differ in their types, and in what a choice is."""
 
+    id_prefix: ClassVar[str]
     chunk: ClassVar[type[ChatChunk | CompletionChunk]]  # a part of a stream
     document: ClassVar[type[ChatCompletion | Completion]]  # all of it
 
@@ -105,7 +106,7 @@ class Shape(ABC):
 class ChatShape(Shape):
     """POST /v1/chat/completions."""
 
-    chunk, document = ChatChunk, ChatCompletion
+    id_prefix, chunk, document = "chatcmpl", ChatChunk, ChatCompletion
 
     def first(self) -> msgspec.Struct:
         return self._part([ChatChunkChoice(Delta("assistant", ""))])
@@ -128,7 +129,7 @@ class ChatShape(Shape):
 class CompletionShape(Shape):
     """POST /v1/completions."""
 
-    chunk, document = CompletionChunk, Completion
+    id_prefix, chunk, document = "cmpl", CompletionChunk, Completion
 
     def __init__(self, head: Head, tokenizer: Tokenizer, *, logprobs: bool) -> None:
         super().__init__(head, tokenizer, logprobs=logprobs)
