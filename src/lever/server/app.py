@@ -6,7 +6,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -23,7 +22,7 @@ from lever.server.metrics import TYPE, Metrics
 from lever.server.page import page
 from lever.server.refusals import ApiError, api_error, not_supported
 from lever.server.replies import Content, Health, ModelCard, ModelList, Prompt, TokenPiece, Tokens
-from lever.server.service import NOBODY_READS, Service, service_of
+from lever.server.service import NOBODY_READS, Service, reply, service_of
 from lever.server.types import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from lever.server.worker import NotReady, Served
 from lever.tokenizer import Tokenizer
@@ -86,11 +85,6 @@ def make_app(service: Service, gates: Gates, *, metrics: bool = False) -> Starle
     )
     app.state.service = service
     return app
-
-
-def reply(document: msgspec.Struct | dict[str, Any]) -> Response:
-    """JSON."""
-    return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 async def health(http: Request) -> Response:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -71,6 +71,11 @@ def service_of(http: Request) -> Service:
     return service
 
 
+def reply(document: msgspec.Struct | dict[str, Any]) -> Response:
+    """JSON."""
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
 async def whole_reply(http: Request, job: Job, inbox: Inbox, shape: Whole) -> Response:
     """The answer in one piece. The job is given up when the client goes away. Its error is raised as ApiError."""
     try:
@@ -79,7 +84,7 @@ async def whole_reply(http: Request, job: Job, inbox: Inbox, shape: Whole) -> Re
         return Response(status_code=NOBODY_READS)
     finally:
         job.cancel()
-    return Response(msgspec.json.encode(document), media_type="application/json")
+    return reply(document)
 
 
 async def _whole(inbox: Inbox, shape: Whole) -> msgspec.Struct:
