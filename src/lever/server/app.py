@@ -113,7 +113,7 @@ async def model(http: Request) -> Response:
 async def show_props(http: Request) -> Response:
     """What was decided about the model."""
     service = service_of(http)
-    return reply(props(service.names[0], service.worker.served))
+    return reply(props(service.names[0], service.fingerprint, service.worker.served))
 
 
 async def tokenize(http: Request) -> Response:

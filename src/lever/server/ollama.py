@@ -57,14 +57,14 @@ async def generate(http: Request) -> Response:
 async def tags(http: Request) -> Response:
     """GET /api/tags."""
     service = service_of(http)
-    return reply(OllamaStoredModels([stored(service.names[0], service.worker.served.llm)]))
+    return reply(OllamaStoredModels([stored(service.names[0], service.digest, service.worker.served.llm)]))
 
 
 async def ps(http: Request) -> Response:
     """GET /api/ps."""
     service = service_of(http)
     try:
-        return reply(OllamaRunningModels([running(service.names[0], service.worker.served.llm)]))
+        return reply(OllamaRunningModels([running(service.names[0], service.digest, service.worker.served.llm)]))
     except NotReady:
         return reply(OllamaRunningModels([]))
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lever.memory import release_unused
-from lever.server.about import fingerprint
+from lever.server.about import digest
 from lever.server.refusals import api_error
 from lever.server.streams import ClientGone, Inbox, unless_gone
 from lever.server.worker import Done, Failed, Job, Piece, Worker
@@ -37,9 +37,14 @@ class Service:
     _encoding: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "lever-encode"))
 
     @cached_property
+    def digest(self) -> str:
+        """Of the model, once it is ready: the same for as long as it is served."""
+        return digest(self.worker.served.llm)
+
+    @property
     def fingerprint(self) -> str:
-        """Of the model, once it is ready."""
-        return fingerprint(self.worker.served.llm)
+        """A short form of it."""
+        return f"fp_{self.digest[:12]}"
 
     async def aside(self, work: Callable[[], T]) -> T:
         """Something that takes its time."""
