@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from lever.llm import TokenLogprobs
 from lever.request import FinishReason
+from lever.server.cycles import text_of
 from lever.server.replies import (
     ChatChoice,
     ChatChunk,
@@ -170,11 +171,6 @@ def content_logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[Cont
         return ContentLogprob(own.token, own.logprob, own.bytes, [entry(*pair) for pair in at.top])
 
     return [content(token) for piece in pieces for token in piece.logprobs]
-
-
-def text_of(tokenizer: Tokenizer, token: int) -> str:
-    """What a token adds to the text; the name of one that adds nothing."""
-    return tokenizer.decode([token]) or tokenizer.token_text(token)
 
 
 def finite(logprob: float) -> float:
