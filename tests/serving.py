@@ -140,7 +140,7 @@ def serving(
 
     worker = Worker(open_model, Silent(), n_waiting=queue)
     service = Service(worker, tuple(name for name in (alias, path.name) if name), ping_s, timeout_s)
-    server = Server(make_app(service, gates, metrics=metrics), worker, timeout_s=timeout_s)
+    server = Server(make_app(service, gates, with_metrics=metrics), worker, timeout_s=timeout_s)
     listening = listen("127.0.0.1", 0)
     if send_buffer is not None:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

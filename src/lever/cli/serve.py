@@ -165,7 +165,7 @@ def serve(
         note(f"anybody who reaches {host} may use the model: give a key with --api-key")
     try:
         ended_by = serve_app(
-            make_app(service, gates, metrics=metrics),
+            make_app(service, gates, with_metrics=metrics),
             worker,
             listening,
             lambda: None if quiet else note(f"listening at {url}, loading {names[0]}"),
