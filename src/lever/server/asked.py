@@ -15,16 +15,12 @@ from lever.errors import TemplateError, UsageError
 from lever.llm import LLM, GenerationSettings
 from lever.server.constraints import constraint_of
 from lever.server.refusals import ApiError, not_supported, overflow
-from lever.server.types import ChatRequest, CompletionRequest, Message, Request, TemplateRequest
+from lever.server.types import ChatRequest, CompletionRequest, Message, Request, Sampling, TemplateRequest
 from lever.settings import MAX_SEED, SamplerSettings
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
-SAMPLING = (
-    "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "presence_penalty",
-    "frequency_penalty",
-)  # fmt: skip
 MOST_NOTES = 50  # on unknown fields
 COMPLETION_TOKENS = 16  # where a request for a completion says nothing
 _PLACE = re.compile(r"^(.*?) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
@@ -190,7 +186,7 @@ def generation_settings(request: ChatRequest | CompletionRequest, llm: LLM) -> G
 
 def sampler_settings(request: Request, llm: LLM) -> SamplerSettings:
     """How tokens are drawn."""
-    given = {name: value for name in SAMPLING if (value := getattr(request, name)) is not None}
+    given = {name: value for name in Sampling.__struct_fields__ if (value := getattr(request, name)) is not None}
     if request.seed is not None and request.seed > MAX_SEED:
         raise ApiError(400, f"seed: it must be at most {MAX_SEED}", param="seed", code="invalid_value")
     seed = secrets.randbits(32) if request.seed in (None, -1) else request.seed

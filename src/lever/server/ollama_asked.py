@@ -16,7 +16,7 @@ from lever.server.ollama_types import (
     OllamaRequest,
 )
 from lever.server.refusals import ApiError
-from lever.server.types import ChatRequest, JsonSchema, Message, ResponseFormat
+from lever.server.types import ChatRequest, JsonSchema, Message, ResponseFormat, Sampling
 
 R = TypeVar("R", bound=OllamaRequest)
 
@@ -125,7 +125,7 @@ def _message(message: OllamaMessage) -> Message:
 
 def _generation_settings(request: OllamaRequest, n_prompt: int, llm: LLM) -> GenerationSettings:
     options = _options(request)
-    sampling = {name: getattr(options, name) for name in asked.SAMPLING}
+    sampling = {name: getattr(options, name) for name in Sampling.__struct_fields__}
     if options.top_p is None:
         sampling["top_p"] = TOP_P
     if options.min_p is None:
