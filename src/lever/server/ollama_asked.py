@@ -49,7 +49,7 @@ def is_load(request: OllamaRequest) -> bool:
     """Whether nothing is asked but that the model be there."""
     if isinstance(request, OllamaChatRequest):
         return not request.messages
-    return isinstance(request, OllamaGenerateRequest) and not request.prompt
+    return not request.prompt
 
 
 def check(request: OllamaRequest, llm: LLM) -> None:
@@ -61,7 +61,7 @@ def check(request: OllamaRequest, llm: LLM) -> None:
             raise _unable(request, "tools")
         if any(message.images for message in request.messages or ()):
             raise _unable(request, "images")
-    elif isinstance(request, OllamaGenerateRequest):
+    else:
         _check_generate(request)
     n_ctx, wanted = llm.loaded.shape.n_ctx, _options(request).num_ctx
     if wanted is not None and wanted > n_ctx:
@@ -105,7 +105,6 @@ def _prompt(request: OllamaRequest, llm: LLM) -> list[int]:
 def _encoded(request: OllamaRequest, llm: LLM) -> list[int]:
     if isinstance(request, OllamaChatRequest):
         return asked.chat_prompt(ChatRequest(messages=[_message(m) for m in request.messages or ()]), llm)
-    assert isinstance(request, OllamaGenerateRequest)
     text = request.prompt or ""
     if request.raw or (llm.template is None and not request.system):
         return asked.raw_prompt(text, llm)

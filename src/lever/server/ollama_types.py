@@ -30,7 +30,7 @@ class OllamaOptions(Sampling, frozen=True, kw_only=True):
     typical_p: Annotated[float, Meta(ge=1, le=1)] | None = None
 
 
-class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
+class _OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What both ways to ask have in common."""
 
     model: str
@@ -54,14 +54,14 @@ class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_name: str | None = None
 
 
-class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
+class OllamaChatRequest(_OllamaRequest, frozen=True, kw_only=True):
     """POST /api/chat."""
 
     messages: list[OllamaMessage] | None = None  # none: whether the model is there
     tools: list[dict[str, Any]] | None = None
 
 
-class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
+class OllamaGenerateRequest(_OllamaRequest, frozen=True, kw_only=True):
     """POST /api/generate."""
 
     prompt: str | None = None  # none: whether the model is there
@@ -71,6 +71,9 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
     template: str | None = None
     images: list[str] | None = None
     context: list[int] | None = None
+
+
+OllamaRequest = OllamaChatRequest | OllamaGenerateRequest
 
 
 class OllamaShowRequest(msgspec.Struct, frozen=True):
