@@ -22,7 +22,6 @@ import pytest
 
 from tests.fakes import wait_until
 from tests.native.test_run import Lever
-from tests.tiny import tiny_model
 
 SLOW: dict[str, Any] = {"delay_s": 0.5}
 WITHOUT = """
@@ -41,11 +40,6 @@ def bytecode(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def lever(tmp_path: Path, bytecode: Path) -> Lever:
     return Lever(tmp_path / "home", bytecode)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "qwen2.gguf", arch="qwen2")
 
 
 class Process:
