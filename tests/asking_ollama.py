@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-from collections.abc import Callable
 from typing import Any
 
 from tests.serving import Reply, Serving
@@ -45,12 +43,3 @@ def refusal_of(reply: Reply, status: int = 400) -> str:
     assert reply.json.keys() == {"error"}
     words: str = reply.json["error"]
     return words
-
-
-def read_until(connection: socket.socket, enough: Callable[[bytes], bool], raw: bytes = b"") -> bytes:
-    """What comes until it is enough, with what is read already."""
-    while not enough(raw):
-        part = connection.recv(1 << 16)
-        assert part, raw
-        raw += part
-    return raw

@@ -77,7 +77,7 @@ class PageServer:
         self.answers: deque[Sequence[Step] | Response] = deque()
         self.asked: list[Chunk] = []  # bodies of the questions
         self.left = threading.Event()  # set when the page goes away in the middle of an answer
-        self.loading: str | None = None  # what /health says instead of "ok"
+        self.loading: str | None = None  # what /health says while it is set
         self.key: str | None = None
         self.props = dict(PROPS)
         self.url = ""
@@ -97,7 +97,7 @@ class PageServer:
         return Response(page().body, media_type="text/html", headers={"Content-Security-Policy": page().policy})
 
     async def _health(self, _request: Request) -> Response:
-        return JSONResponse({"status": self.loading or "ok"}, 503 if self.loading else 200)
+        return JSONResponse({"status": "ok"}) if self.loading is None else refuses(503, self.loading)
 
     async def _props(self, request: Request) -> Response:
         return JSONResponse(self.props) if self._allowed(request) else refuses(401, "a key is missing")

@@ -8,7 +8,7 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,6 +75,12 @@ class Serving:
     def llm(self) -> LLM:
         return self.worker.served.llm
 
+    @property
+    def given_up(self) -> bool:
+        """Whether what runs has been given up."""
+        running = self.worker._running
+        return running is not None and running.cancelled
+
     def ask(self, path: str, body: Any = None, *, method: str | None = None, **headers: str) -> Reply:
         """One request of its own connection: a GET without a body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -140,7 +146,7 @@ def serving(
 
     worker = Worker(open_model, Silent(), n_waiting=queue)
     service = Service(worker, tuple(name for name in (alias, path.name) if name), ping_s, timeout_s)
-    server = Server(make_app(service, gates, metrics=metrics), worker, timeout_s=timeout_s)
+    server = Server(make_app(service, gates, with_metrics=metrics), worker, timeout_s=timeout_s)
     listening = listen("127.0.0.1", 0)
     if send_buffer is not None:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
@@ -164,3 +170,12 @@ def serving(
 
 def with_keys(*keys: str) -> Gates:
     return replace(GATES, keys=keys)
+
+
+def read_until(connection: socket.socket, enough: Callable[[bytes], bool], raw: bytes = b"") -> bytes:
+    """What comes until it is enough, with what is read already."""
+    while not enough(raw):
+        part = connection.recv(1 << 16)
+        assert part, raw
+        raw += part
+    return raw

@@ -1,16 +1,23 @@
-"""The page of `lever serve` in Debian's Chromium, driven by Playwright; the server behind it does what a test says."""
+"""A tiny model that is served; and the page of `lever serve` in Debian's Chromium, driven by Playwright.
+
+The server behind the page does what a test says.
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.browser import tab
 from tests.lacking import lacking, needs
-from tests.page_server import PageServer, serving
+from tests.page_server import PageServer
+from tests.page_server import serving as serving_page
+from tests.serving import Serving, serving
+from tests.tiny import tiny_model
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
@@ -18,6 +25,17 @@ if TYPE_CHECKING:
 CHROMIUM = shutil.which("chromium")
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
 --disable-component-update --disable-sync"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "qwen2.gguf", arch="qwen2")
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> Iterator[Serving]:
+    with serving(model) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +51,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def server() -> Iterator[PageServer]:
-    with serving(PageServer()) as server:
+    with serving_page(PageServer()) as server:
         yield server
 
 

@@ -135,7 +135,7 @@ def test_the_limit_of_tokens_is_told(server: PageServer, page: Page) -> None:
 def test_while_the_model_is_loaded_the_page_says_so_and_sends_nothing(
     server: PageServer, context: BrowserContext
 ) -> None:
-    server.loading = "reading the weights"
+    server.loading = "Loading: reading the weights"
     page = context.new_page()
     page.goto("/")
     page.wait_for_selector("text=Loading: reading the weights")

@@ -16,21 +16,10 @@ from lever.errors import LeverError
 from lever.server.app import ELSEWHERE
 from lever.server.listen import listen
 from tests.fakes import FakeDevice, wait_until
-from tests.serving import Serving, serving
+from tests.serving import Serving, read_until, serving
 from tests.tiny import tiny_model
 
 MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello world"}]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "qwen2.gguf", arch="qwen2")
-
-
-@pytest.fixture(scope="module")
-def served(model: Path) -> Iterator[Serving]:
-    with serving(model) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -179,11 +168,7 @@ def test_K10_logprobs_are_the_same_with_guesses(served: Serving, model: Path, te
 
 def test_K7_the_stream_ends_with_done_and_nothing_after(served: Serving) -> None:
     with served.asked(max_tokens=3, stream=True) as connection:
-        received = b""
-        while not received.endswith(b"0\r\n\r\n"):
-            part = connection.recv(1 << 16)
-            assert part
-            received += part
+        received = read_until(connection, lambda so_far: so_far.endswith(b"0\r\n\r\n"))
     head, _, body = received.partition(b"\r\n\r\n")
 
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
@@ -240,12 +225,9 @@ def test_a_stream_says_that_it_lives_while_the_prompt_is_read(model: Path) -> No
     with serving(model, ping_s=0.05) as served:
         served.device.gate.clear()
         with served.asked(stream=True, max_tokens=2) as connection:
-            received = b""
-            while received.count(b": ping\n\n") < 3:
-                received += connection.recv(1 << 16)
+            received = read_until(connection, lambda so_far: so_far.count(b": ping\n\n") >= 3)
             served.device.gate.set()
-            while b"[DONE]" not in received:
-                received += connection.recv(1 << 16)
+            received = read_until(connection, lambda so_far: b"[DONE]" in so_far, received)
 
         assert received.find(b'"role":"assistant"') < received.find(b": ping")
 

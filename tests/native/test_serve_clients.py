@@ -18,16 +18,10 @@ import pytest
 from lever.memory import rss_bytes
 from lever.server.worker import Served
 from tests.fakes import wait_until
-from tests.serving import Serving, serving
-from tests.tiny import tiny_model
+from tests.serving import Serving, read_until, serving
 
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
 AHEAD = 8  # passes that the ring may have read the layers of before storage was held up, with room to spare
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "qwen2.gguf", arch="qwen2")
 
 
 @pytest.fixture
@@ -36,10 +30,9 @@ def served(model: Path) -> Iterator[Serving]:
         yield found
 
 
-def given_up(served: Serving) -> bool:
-    """Whether what runs has been given up."""
-    running = served.worker._running
-    return running is not None and running.cancelled
+def has_text(stream: bytes) -> bool:
+    """Whether some of the answer is there."""
+    return b'"content":' in stream.replace(b'"content":""', b"")
 
 
 @contextmanager
@@ -58,11 +51,9 @@ def deaf_client(served: Serving, path: str, body: bytes) -> Iterator[None]:
 
 def test_K1_a_client_that_goes_away_while_text_comes_ends_its_answer(served: Serving) -> None:
     with served.asked(**LONG, stream=True) as connection:
-        received = b""
-        while b'"content":' not in received.replace(b'"content":""', b""):
-            received += connection.recv(4096)
+        read_until(connection, has_text)
         served.device.gate.clear()
-    wait_until(lambda: given_up(served), seconds=30)
+    wait_until(lambda: served.given_up, seconds=30)
     served.device.gate.set()
     served.wait_for(running=False)
 
@@ -74,7 +65,7 @@ def test_K1_a_client_of_a_whole_answer_that_goes_away_ends_it(served: Serving) -
     served.device.gate.clear()
     with served.asked(**LONG):
         served.wait_for(running=True)
-    wait_until(lambda: given_up(served), seconds=30)
+    wait_until(lambda: served.given_up, seconds=30)
     served.device.gate.set()
     served.wait_for(running=False)
 
@@ -88,7 +79,7 @@ def test_K1_a_client_that_goes_away_while_its_prompt_is_read_ends_that(served: S
     served.device.gate.clear()
     with served.asked("y " * 100, **LONG, stream=stream):
         served.wait_for(running=True)
-    wait_until(lambda: given_up(served), seconds=30)
+    wait_until(lambda: served.given_up, seconds=30)
     served.device.gate.set()
     served.wait_for(running=False)
 
@@ -118,11 +109,9 @@ def test_K1_a_client_that_goes_away_in_the_queue_makes_room(served: Serving, str
 def test_K2_a_client_that_goes_away_while_trees_are_checked_ends_its_answer(model: Path) -> None:
     with serving(model, draft=model, draft_name="itself", policy="chain-sd") as served:
         with served.asked(**LONG, temperature=0, stream=True) as connection:
-            received = b""
-            while b'"content":' not in received.replace(b'"content":""', b""):
-                received += connection.recv(4096)
+            read_until(connection, has_text)
             served.device.gate.clear()
-        wait_until(lambda: given_up(served) or not served.worker.running, seconds=30)
+        wait_until(lambda: served.given_up or not served.worker.running, seconds=30)
         served.device.gate.set()
         served.wait_for(running=False)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from lever.loader import ModelSettings
 from tests.lacking import needs
 from tests.serving import SETTINGS, Serving, serving
-from tests.tiny import tiny_model
 
 needs("llguidance")
 
@@ -24,17 +22,6 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "water", "schema": SCHEMA, "strict": True}}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "qwen2.gguf", arch="qwen2")
-
-
-@pytest.fixture(scope="module")
-def served(model: Path) -> Iterator[Serving]:
-    with serving(model) as found:
-        yield found
 
 
 def is_water(text: str) -> bool:

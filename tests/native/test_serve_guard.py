@@ -12,17 +12,11 @@ import pytest
 from lever.server.guard import allowed_hosts, is_loopback
 from tests.fakes import wait_until
 from tests.serving import GATES, Serving, serving, with_keys
-from tests.tiny import tiny_model
 
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
 UTF_8 = "sécond".encode().decode("latin-1")  # as the client writes its bytes
 CHAT = "/v1/chat/completions"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "qwen2.gguf", arch="qwen2")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,6 @@ from tests.serving import Serving, serving
 from tests.tiny import tiny_model
 
 TOO_LONG = "0" * 200_000
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "qwen2.gguf", arch="qwen2")
-
-
-@pytest.fixture(scope="module")
-def served(model: Path) -> Iterator[Serving]:
-    with serving(model) as found:
-        yield found
 
 
 @pytest.mark.parametrize(

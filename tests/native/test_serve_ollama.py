@@ -14,23 +14,12 @@ import ollama
 import pytest
 
 from lever.server.types import JsonSchema, ResponseFormat
-from tests.asking_ollama import FIGURES, MESSAGES, chat, generate, lines_of, read_until, refusal_of
+from tests.asking_ollama import FIGURES, MESSAGES, chat, generate, lines_of, refusal_of
 from tests.native.test_run import Lever
-from tests.serving import Serving, serving
+from tests.serving import Serving, read_until, serving
 from tests.tiny import tiny_model
 
 RFC_3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "qwen2.gguf", arch="qwen2")
-
-
-@pytest.fixture(scope="module")
-def served(model: Path) -> Iterator[Serving]:
-    with serving(model) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

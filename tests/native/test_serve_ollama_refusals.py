@@ -10,21 +10,9 @@ import ollama
 import pytest
 
 from lever.server.ollama import ELSEWHERE
-from tests.asking_ollama import MESSAGES, chat, generate, read_until, refusal_of
+from tests.asking_ollama import MESSAGES, chat, generate, refusal_of
 from tests.fakes import FakeDevice, wait_until
-from tests.serving import Serving, serving, with_keys
-from tests.tiny import tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "qwen2.gguf", arch="qwen2")
-
-
-@pytest.fixture(scope="module")
-def served(model: Path) -> Iterator[Serving]:
-    with serving(model) as found:
-        yield found
+from tests.serving import Serving, read_until, serving, with_keys
 
 
 @pytest.fixture(scope="module")
@@ -161,12 +149,6 @@ def test_while_loading_nothing_is_loaded_and_nothing_answered(model: Path) -> No
         assert served.ask("/api/ps").json["models"]
 
 
-def given_up(served: Serving) -> bool:
-    """Whether what runs has been given up."""
-    running = served.worker._running
-    return running is not None and running.cancelled
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_K1_a_client_that_goes_away_ends_its_answer_and_makes_room(model: Path, stream: bool) -> None:
     body = {"model": "tiny", "prompt": "Hello", "stream": stream, "options": {"temperature": 0, "num_predict": 400}}
@@ -175,7 +157,7 @@ def test_K1_a_client_that_goes_away_ends_its_answer_and_makes_room(model: Path, 
         with served.sent("/api/generate", body):
             served.wait_for(running=True)
             assert "waiting already" in refusal_of(generate(served, stream=stream), 429)
-        wait_until(lambda: given_up(served), seconds=30)
+        wait_until(lambda: served.given_up, seconds=30)
         served.device.gate.set()
         served.wait_for(running=False)
 
@@ -190,7 +172,7 @@ def test_K1_a_client_that_goes_away_while_lines_come_ends_its_answer(model: Path
             read_until(connection, lambda received: b'"done":false' in received)
             served.device.gate.clear()
             job = served.worker._running
-        wait_until(lambda: given_up(served) or not served.worker.running, seconds=30)  # by layers that were read ahead
+        wait_until(lambda: served.given_up or not served.worker.running, seconds=30)  # by layers that were read ahead
         served.device.gate.set()
         served.wait_for(running=False)
 

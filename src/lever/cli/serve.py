@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from lever.cli import options as o
-from lever.cli.console import Bar, note
+from lever.cli.console import bar, note
 from lever.cli.run import DEFAULT_MODEL
 from lever.errors import StorageError, UsageError
 from lever.settings import AUTO, NONE
@@ -143,37 +143,32 @@ def serve(
     )
     use_image = not no_image and layout is o.Layout.auto
     wanted = Wanted(model, NONE if no_draft else draft, preset, use_image, offline)
-    progress = Bar(quiet=quiet)
     listening = listen(host, port)
-    url = url_of(listening)
-
-    def say(state: State) -> None:
-        progress.finish()
-        if state == "ready" and not quiet:
-            note(f"ready: {names[0]} answers at {url}")
-
-    names = names_of(model, alias)
-    worker = Worker(
-        lambda told: _opened(wanted, settings, told, use_profile=not no_profile),
-        progress,
-        n_waiting=queue,
-        on_change=say,
-    )
-    service = Service(worker, names, sse_ping_interval, timeout)
+    url, names = url_of(listening), names_of(model, alias)
     gates = Gates(hosts=allowed_hosts(host, allowed_host or []), origins=tuple(cors_origin or []), keys=keys)
     if not (keys or is_loopback(host)):
         note(f"anybody who reaches {host} may use the model: give a key with --api-key")
-    try:
-        ended_by = serve_app(
-            make_app(service, gates, metrics=metrics),
-            worker,
-            listening,
-            lambda: None if quiet else note(f"listening at {url}, loading {names[0]}"),
-            timeout_s=timeout,
+    with bar(quiet=quiet) as progress:
+
+        def say(state: State) -> None:
+            progress.finish()
+            if state == "ready" and not quiet:
+                note(f"ready: {names[0]} answers at {url}")
+
+        worker = Worker(
+            lambda told: _opened(wanted, settings, told, use_profile=not no_profile),
+            progress,
+            n_waiting=queue,
+            on_change=say,
         )
-    finally:
-        service.close()
-        progress.finish()
+        with closing(Service(worker, names, sse_ping_interval, timeout)) as service:
+            ended_by = serve_app(
+                make_app(service, gates, with_metrics=metrics),
+                worker,
+                listening,
+                lambda: None if quiet else note(f"listening at {url}, loading {names[0]}"),
+                timeout_s=timeout,
+            )
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
 

@@ -34,11 +34,6 @@ def digest(llm: LLM) -> str:
     return hashlib.sha256(repr((files, llm.config, tensors, variant)).encode()).hexdigest()
 
 
-def fingerprint(llm: LLM) -> str:
-    """A short form of it."""
-    return f"fp_{digest(llm)[:12]}"
-
-
 def card(name: str, created: int, served: Served | None) -> ModelCard:
     """As /v1/models has it."""
     if served is None:
@@ -54,7 +49,7 @@ def card(name: str, created: int, served: Served | None) -> ModelCard:
     return ModelCard(name, created, meta)
 
 
-def props(name: str, served: Served) -> dict[str, Any]:
+def props(name: str, fingerprint: str, served: Served) -> dict[str, Any]:
     """Bytes and seconds; `plain_pass_s` is None where nothing is foretold."""
     llm, tuning = served.llm, served.tuning
     loaded, plan = llm.loaded, llm.loaded.plan
@@ -75,7 +70,7 @@ def props(name: str, served: Served) -> dict[str, Any]:
         "plain_pass_s": tuning.expected.seconds if tuning is not None else None,
         "threads": loaded.n_threads,
         "chat_template": llm.template is not None,
-        "system_fingerprint": fingerprint(llm),
+        "system_fingerprint": fingerprint,
         "version": version("lever-llm"),
         "ggml": loaded.ggml.version_text,
     }

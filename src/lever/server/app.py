@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,14 +13,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lever.errors import LeverError
-from lever.server import asked, ollama, openai, openapi
+from lever.server import asked, metrics, ollama, openai, openapi
 from lever.server.about import card, props
 from lever.server.guard import BodyLimit, Guard, Keys
-from lever.server.metrics import TYPE, Metrics
 from lever.server.page import page
 from lever.server.refusals import ApiError, api_error, not_supported
 from lever.server.replies import Content, Health, ModelCard, ModelList, Prompt, TokenPiece, Tokens
-from lever.server.service import NOBODY_READS, Service, service_of
+from lever.server.service import NOBODY_READS, Service, reply, service_of
 from lever.server.types import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from lever.server.worker import NotReady, Served
 from lever.tokenizer import Tokenizer
@@ -47,7 +43,7 @@ class Gates:
     body_limit: int = BODY_LIMIT
 
 
-def make_app(service: Service, gates: Gates, *, metrics: bool = False) -> Starlette:
+def make_app(service: Service, gates: Gates, *, with_metrics: bool = False) -> Starlette:
     """All of it."""
     cors = Middleware(
         CORSMiddleware, allow_origins=gates.origins, allow_methods=["GET", "POST"], allow_headers=["*"], max_age=600
@@ -61,7 +57,7 @@ def make_app(service: Service, gates: Gates, *, metrics: bool = False) -> Starle
             Route("/health", health),
             Route("/v1/health", health),
             Route("/props", show_props),
-            Route("/metrics", _shown(Metrics(service.worker)) if metrics else _metrics_are_off),
+            Route("/metrics", show_metrics if with_metrics else _metrics_are_off),
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
             Route("/apply-template", apply_template, methods=["POST"]),
@@ -86,11 +82,6 @@ def make_app(service: Service, gates: Gates, *, metrics: bool = False) -> Starle
     )
     app.state.service = service
     return app
-
-
-def reply(document: msgspec.Struct | dict[str, Any]) -> Response:
-    """JSON."""
-    return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 async def health(http: Request) -> Response:
@@ -119,7 +110,7 @@ async def model(http: Request) -> Response:
 async def show_props(http: Request) -> Response:
     """What was decided about the model."""
     service = service_of(http)
-    return reply(props(service.names[0], service.worker.served))
+    return reply(props(service.names[0], service.fingerprint, service.worker.served))
 
 
 async def tokenize(http: Request) -> Response:
@@ -148,6 +139,11 @@ async def apply_template(http: Request) -> Response:
     return reply(Prompt(await service.aside(lambda: asked.chat_text(request, llm))))
 
 
+async def show_metrics(http: Request) -> Response:
+    """Figures for Prometheus."""
+    return Response(metrics.exposition(service_of(http).worker), headers={"Content-Type": metrics.TYPE})
+
+
 async def describe(_http: Request) -> Response:
     """OpenAPI."""
     return reply(openapi.document())
@@ -172,13 +168,6 @@ def _card(http: Request) -> ModelCard:
     except NotReady:
         served = None
     return card(service.names[0], service.created, served)
-
-
-def _shown(metrics: Metrics) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    async def show_metrics(_http: Request) -> Response:
-        return Response(metrics.text(), headers={"Content-Type": TYPE})
-
-    return show_metrics
 
 
 async def _metrics_are_off(_http: Request) -> Response:

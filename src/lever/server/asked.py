@@ -15,16 +15,12 @@ from lever.errors import TemplateError, UsageError
 from lever.llm import LLM, GenerationSettings
 from lever.server.constraints import constraint_of
 from lever.server.refusals import ApiError, not_supported, overflow
-from lever.server.types import ChatRequest, CompletionRequest, Message, Request, TemplateRequest
+from lever.server.types import ChatRequest, CompletionRequest, Message, Request, Sampling, TemplateRequest
 from lever.settings import MAX_SEED, SamplerSettings
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
-SAMPLING = (
-    "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "presence_penalty",
-    "frequency_penalty",
-)  # fmt: skip
 MOST_NOTES = 50  # on unknown fields
 COMPLETION_TOKENS = 16  # where a request for a completion says nothing
 _PLACE = re.compile(r"^(.*?) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
@@ -73,15 +69,16 @@ def check_model(asked: str | None, names: tuple[str, ...]) -> None:
 
 
 def chat_prompt(request: ChatRequest, llm: LLM) -> list[int]:
-    """Ids of the conversation in the model's template."""
+    """Ids of the conversation in the model's template, that leave room for an answer."""
     if request.tools or request.tool_choice not in (None, "none", "auto"):
         raise not_supported("tools are not supported: leave out tools and tool_choice", "tools")
     _template_of(llm)
     _check_messages(request.messages, llm)
     try:
-        return llm.encode_chat([msgspec.to_builtins(message) for message in request.messages])
+        ids = llm.encode_chat([msgspec.to_builtins(message) for message in request.messages])
     except (UsageError, TemplateError) as error:
         raise ApiError(400, str(error), param="messages") from error
+    return _with_room(ids, llm)
 
 
 def chat_text(request: TemplateRequest, llm: LLM) -> str:
@@ -124,7 +121,7 @@ def _check_least(n_tokens: int, llm: LLM) -> None:
 
 
 def completion_prompt(request: CompletionRequest, llm: LLM) -> list[int]:
-    """Ids of the bare text, or those that were given."""
+    """Ids of the bare text, or those that were given, that leave room for an answer."""
     for name in ("echo", "suffix"):
         if getattr(request, name):
             raise not_supported(f"{name} is not supported: leave it out", name)
@@ -138,13 +135,13 @@ def completion_prompt(request: CompletionRequest, llm: LLM) -> list[int]:
         check_tokens(ids, llm, "prompt")
     except UsageError as error:
         raise ApiError(400, str(error), param="prompt") from error
-    return ids
+    return _with_room(ids, llm)
 
 
 def raw_prompt(text: str, llm: LLM) -> list[int]:
-    """Ids of the bare text."""
+    """Ids of the bare text, that leave room for an answer."""
     check_text(text, llm)
-    return llm.encode_raw(text)
+    return _with_room(llm.encode_raw(text), llm)
 
 
 def _only_one(prompt: str | Sequence[str | int | list[int]]) -> str | Sequence[str | int | list[int]]:
@@ -161,13 +158,14 @@ def check_tokens(ids: Sequence[int], llm: LLM, param: str) -> None:
         raise ApiError(400, f"token {outside}: the vocabulary ends at {llm.config.n_vocab - 1}", param=param)
 
 
-def check_length(prompt: Sequence[int], llm: LLM) -> None:
-    """Whether there is something to answer, and room for it."""
+def _with_room(prompt: list[int], llm: LLM) -> list[int]:
+    """The prompt, if there is something to answer, and room for it."""
     n_ctx = llm.loaded.shape.n_ctx
     if not prompt:
         raise ApiError(400, "the prompt is empty: there is nothing to go on from", param="prompt")
     if len(prompt) >= n_ctx:
         raise overflow(len(prompt), n_ctx)
+    return prompt
 
 
 def generation_settings(request: ChatRequest | CompletionRequest, llm: LLM) -> GenerationSettings:
@@ -188,7 +186,7 @@ def generation_settings(request: ChatRequest | CompletionRequest, llm: LLM) -> G
 
 def sampler_settings(request: Request, llm: LLM) -> SamplerSettings:
     """How tokens are drawn."""
-    given = {name: value for name in SAMPLING if (value := getattr(request, name)) is not None}
+    given = {name: value for name in Sampling.__struct_fields__ if (value := getattr(request, name)) is not None}
     if request.seed is not None and request.seed > MAX_SEED:
         raise ApiError(400, f"seed: it must be at most {MAX_SEED}", param="seed", code="invalid_value")
     seed = secrets.randbits(32) if request.seed in (None, -1) else request.seed

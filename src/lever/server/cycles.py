@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from lever.tokenizer import Tokenizer
 from lever.trace import Cycle, Mark
 
 State = Literal["root", "accepted", "checked", "drafted"]
@@ -66,6 +67,11 @@ class Cycles:
             Node(self._text_of(token), tree.parents[node], states.get(node, "drafted"), tree.reach[node])
             for node, token in enumerate(tree.tokens)
         ]
+
+
+def text_of(tokenizer: Tokenizer, token: int) -> str:
+    """What a token adds to the text; the name of one that adds nothing."""
+    return tokenizer.decode([token]) or tokenizer.token_text(token)
 
 
 def _seconds(marks: Iterable[Mark]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -47,13 +47,6 @@ class _Figures(Collector):
         yield resident
 
 
-class Metrics:
-    """A registry of our own: that of the process may hold another's figures."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_Figures(worker))
-
-    def text(self) -> bytes:
-        """As Prometheus reads it."""
-        return generate_latest(self._registry)
+def exposition(worker: Worker) -> bytes:
+    """As Prometheus reads it; from no registry, since that of the process may hold another's figures."""
+    return generate_latest(_Figures(worker))

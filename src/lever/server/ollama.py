@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -32,7 +31,7 @@ from lever.server.ollama_types import (
     OllamaVersion,
 )
 from lever.server.refusals import ApiError, api_error
-from lever.server.service import Service, service_of, whole_reply
+from lever.server.service import Service, reply, service_of, whole_reply
 from lever.server.shapes import content_logprobs
 from lever.server.streams import LINES, Inbox, Stream, line
 from lever.server.worker import Done, Event, Failed, Job, NotReady, Piece
@@ -58,16 +57,16 @@ async def generate(http: Request) -> Response:
 async def tags(http: Request) -> Response:
     """GET /api/tags."""
     service = service_of(http)
-    return _reply(OllamaStoredModels([stored(service.names[0], service.worker.served.llm)]))
+    return reply(OllamaStoredModels([stored(service.names[0], service.digest, service.worker.served.llm)]))
 
 
 async def ps(http: Request) -> Response:
     """GET /api/ps."""
     service = service_of(http)
     try:
-        return _reply(OllamaRunningModels([running(service.names[0], service.worker.served.llm)]))
+        return reply(OllamaRunningModels([running(service.names[0], service.digest, service.worker.served.llm)]))
     except NotReady:
-        return _reply(OllamaRunningModels([]))
+        return reply(OllamaRunningModels([]))
 
 
 async def show(http: Request) -> Response:
@@ -78,12 +77,12 @@ async def show(http: Request) -> Response:
     if not model:
         raise ApiError(400, "model is required")
     ollama_asked.check_model(model, service.names)
-    return _reply(shown(service.worker.served.llm))
+    return reply(shown(service.worker.served.llm))
 
 
 async def tell_version(_http: Request) -> Response:
     """GET /api/version: lever's own."""
-    return _reply(OllamaVersion(version("lever-llm")))
+    return reply(OllamaVersion(version("lever-llm")))
 
 
 ROUTES = (
@@ -96,10 +95,6 @@ ROUTES = (
 )
 
 
-def _reply(document: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")
-
-
 async def _answer(http: Request, kind: type[OllamaRequest]) -> Response:
     """All errors that can be known are raised before the first byte is sent."""
     service = service_of(http)
@@ -108,9 +103,8 @@ async def _answer(http: Request, kind: type[OllamaRequest]) -> Response:
     ollama_asked.check(request, llm)
     shape = _Shape(request, llm)
     if ollama_asked.is_load(request):
-        return _reply(shape.loaded())
-    prompt = await service.aside(lambda: ollama_asked.prompt(request, llm))
-    settings = await service.aside(lambda: ollama_asked.generation_settings(request, len(prompt), llm))
+        return reply(shape.loaded())
+    prompt, settings = await service.aside(lambda: ollama_asked.prompt_and_settings(request, llm))
     inbox = Inbox()
     job = Job(prompt=prompt, settings=settings, tell=inbox.put)
     service.worker.submit(job)

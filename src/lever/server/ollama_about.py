@@ -9,7 +9,6 @@ from typing import Any
 
 from lever.gguf import GGUF, IMAGE_CHECKSUMS, TYPES, TensorInfo
 from lever.llm import LLM
-from lever.server.about import digest
 from lever.server.ollama_asked import LATEST
 from lever.server.ollama_types import OllamaDetails, OllamaRunningModel, OllamaShowReply, OllamaStoredModel
 
@@ -17,16 +16,16 @@ NEVER = datetime(9999, 12, 31, tzinfo=UTC)  # when a model that stays leaves
 TEMPLATE = "tokenizer.chat_template"
 
 
-def stored(name: str, llm: LLM) -> OllamaStoredModel:
+def stored(name: str, digest: str, llm: LLM) -> OllamaStoredModel:
     """As a model that can be asked."""
-    return OllamaStoredModel(**_common(name, llm), size=llm.gguf.size, modified_at=_modified_at(llm.gguf))
+    return OllamaStoredModel(**_common(name, digest, llm), size=llm.gguf.size, modified_at=_modified_at(llm.gguf))
 
 
-def running(name: str, llm: LLM) -> OllamaRunningModel:
+def running(name: str, digest: str, llm: LLM) -> OllamaRunningModel:
     """As a model that is loaded: the plan's memory, and none of a GPU's."""
     loaded = llm.loaded
     return OllamaRunningModel(
-        **_common(name, llm),
+        **_common(name, digest, llm),
         size=loaded.plan.total,
         size_vram=0,
         context_length=loaded.shape.n_ctx,
@@ -48,9 +47,9 @@ def shown(llm: LLM) -> OllamaShowReply:
     )
 
 
-def _common(name: str, llm: LLM) -> dict[str, Any]:
+def _common(name: str, digest: str, llm: LLM) -> dict[str, Any]:
     tagged = name if ":" in name.rpartition("/")[2] else name + LATEST
-    return {"name": tagged, "model": tagged, "digest": digest(llm), "details": _details(llm)}
+    return {"name": tagged, "model": tagged, "digest": digest, "details": _details(llm)}
 
 
 def _details(llm: LLM) -> OllamaDetails:

@@ -16,7 +16,7 @@ from lever.server.ollama_types import (
     OllamaRequest,
 )
 from lever.server.refusals import ApiError
-from lever.server.types import ChatRequest, JsonSchema, Message, ResponseFormat
+from lever.server.types import ChatRequest, JsonSchema, Message, ResponseFormat, Sampling
 
 R = TypeVar("R", bound=OllamaRequest)
 
@@ -49,7 +49,7 @@ def is_load(request: OllamaRequest) -> bool:
     """Whether nothing is asked but that the model be there."""
     if isinstance(request, OllamaChatRequest):
         return not request.messages
-    return isinstance(request, OllamaGenerateRequest) and not request.prompt
+    return not request.prompt
 
 
 def check(request: OllamaRequest, llm: LLM) -> None:
@@ -61,7 +61,7 @@ def check(request: OllamaRequest, llm: LLM) -> None:
             raise _unable(request, "tools")
         if any(message.images for message in request.messages or ()):
             raise _unable(request, "images")
-    elif isinstance(request, OllamaGenerateRequest):
+    else:
         _check_generate(request)
     n_ctx, wanted = llm.loaded.shape.n_ctx, _options(request).num_ctx
     if wanted is not None and wanted > n_ctx:
@@ -87,10 +87,15 @@ def _unable(request: OllamaRequest, what: str) -> ApiError:
     return ApiError(400, f'"{request.model}" does not support {what}')
 
 
-def prompt(request: OllamaRequest, llm: LLM) -> list[int]:
-    """Ids of what is to be answered. ApiError for a prompt that leaves no room in num_ctx."""
+def prompt_and_settings(request: OllamaRequest, llm: LLM) -> tuple[list[int], GenerationSettings]:
+    """Ids of what is to be answered, and how. A long text, or a schema, may take a second."""
+    prompt = _prompt(request, llm)
+    return prompt, _generation_settings(request, len(prompt), llm)
+
+
+def _prompt(request: OllamaRequest, llm: LLM) -> list[int]:
+    """ApiError for a prompt that leaves no room in num_ctx."""
     ids = _encoded(request, llm)
-    asked.check_length(ids, llm)
     n_ctx = _options(request).num_ctx
     if n_ctx is not None and len(ids) >= n_ctx:
         raise ApiError(400, f"the prompt has {len(ids)} tokens and num_ctx is {n_ctx}: shorten it or ask for more")
@@ -100,7 +105,6 @@ def prompt(request: OllamaRequest, llm: LLM) -> list[int]:
 def _encoded(request: OllamaRequest, llm: LLM) -> list[int]:
     if isinstance(request, OllamaChatRequest):
         return asked.chat_prompt(ChatRequest(messages=[_message(m) for m in request.messages or ()]), llm)
-    assert isinstance(request, OllamaGenerateRequest)
     text = request.prompt or ""
     if request.raw or (llm.template is None and not request.system):
         return asked.raw_prompt(text, llm)
@@ -118,10 +122,9 @@ def _message(message: OllamaMessage) -> Message:
     )
 
 
-def generation_settings(request: OllamaRequest, n_prompt: int, llm: LLM) -> GenerationSettings:
-    """How it is to be answered."""
+def _generation_settings(request: OllamaRequest, n_prompt: int, llm: LLM) -> GenerationSettings:
     options = _options(request)
-    sampling = {name: getattr(options, name) for name in asked.SAMPLING}
+    sampling = {name: getattr(options, name) for name in Sampling.__struct_fields__}
     if options.top_p is None:
         sampling["top_p"] = TOP_P
     if options.min_p is None:

@@ -12,33 +12,25 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from lever.server.replies import ContentLogprob
-from lever.server.types import MOST_STOPS, Count, Penalty, Probability, Text
+from lever.server.types import Likeliest, Sampling, Seed, Stop
 
 DoneReason = Literal["stop", "length", "load"]
 
 
-class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
+class OllamaOptions(Sampling, frozen=True, kw_only=True):
     """How an answer is drawn and where it ends."""
 
     num_ctx: Annotated[int, Meta(ge=1)] | None = None
     num_predict: Annotated[int, Meta(ge=-2)] | None = None  # -1 and -2: until the context is full
-    seed: Annotated[int, Meta(ge=-1)] | None = None  # -1: any
-    stop: Text | Annotated[list[Text], Meta(max_length=MOST_STOPS)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_k: Count | None = None
-    top_p: Probability | None = None
-    min_p: Probability | None = None
-    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    repeat_last_n: Count | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
     # Taken as long as they are off.
     mirostat: Annotated[int, Meta(ge=0, le=0)] | None = None
     tfs_z: Annotated[float, Meta(ge=1, le=1)] | None = None
     typical_p: Annotated[float, Meta(ge=1, le=1)] | None = None
 
 
-class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
+class _OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What both ways to ask have in common."""
 
     model: str
@@ -48,7 +40,7 @@ class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive: float | str | None = None  # the model stays, whatever it says
     think: bool | str | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Likeliest | None = None
 
 
 class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,14 +54,14 @@ class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_name: str | None = None
 
 
-class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
+class OllamaChatRequest(_OllamaRequest, frozen=True, kw_only=True):
     """POST /api/chat."""
 
     messages: list[OllamaMessage] | None = None  # none: whether the model is there
     tools: list[dict[str, Any]] | None = None
 
 
-class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
+class OllamaGenerateRequest(_OllamaRequest, frozen=True, kw_only=True):
     """POST /api/generate."""
 
     prompt: str | None = None  # none: whether the model is there
@@ -79,6 +71,9 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
     template: str | None = None
     images: list[str] | None = None
     context: list[int] | None = None
+
+
+OllamaRequest = OllamaChatRequest | OllamaGenerateRequest
 
 
 class OllamaShowRequest(msgspec.Struct, frozen=True):

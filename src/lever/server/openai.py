@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
 
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
+from lever.llm import LLM
 from lever.server import asked
 from lever.server.cycles import CycleShown
 from lever.server.refusals import api_error
@@ -17,51 +19,33 @@ from lever.server.replies import progress_of, usage_of
 from lever.server.service import Service, service_of, whole_reply
 from lever.server.shapes import ChatShape, CompletionShape, Head, Shape
 from lever.server.streams import DONE, EVENTS, PING, Inbox, Stream, data, error
-from lever.server.types import ChatRequest, CompletionRequest
+from lever.server.types import ChatRequest, CompletionRequest, Request
 from lever.server.worker import Done, Event, Job, Piece, Reading
+
+R = TypeVar("R", ChatRequest, CompletionRequest)
 
 
 async def chat(http: HTTPRequest) -> Response:
     """POST /v1/chat/completions."""
-    service = service_of(http)
-    llm = service.worker.served.llm
-    request = asked.read(await http.body(), ChatRequest)
-    head = _head(service, "chatcmpl", request)
-    prompt = await service.aside(lambda: asked.chat_prompt(request, llm))
-    shape = ChatShape(head, llm.tokenizer, logprobs=bool(request.logprobs))
-    return await _reply(service, http, request, prompt, shape)
+    return await _answer(http, ChatRequest, asked.chat_prompt, ChatShape)
 
 
 async def completions(http: HTTPRequest) -> Response:
     """POST /v1/completions."""
-    service = service_of(http)
-    llm = service.worker.served.llm
-    request = asked.read(await http.body(), CompletionRequest)
-    head = _head(service, "cmpl", request)
-    prompt = await service.aside(lambda: asked.completion_prompt(request, llm))
-    shape = CompletionShape(head, llm.tokenizer, logprobs=request.logprobs is not None)
-    return await _reply(service, http, request, prompt, shape)
+    return await _answer(http, CompletionRequest, asked.completion_prompt, CompletionShape)
 
 
-def _head(service: Service, prefix: str, request: ChatRequest | CompletionRequest) -> Head:
-    asked.check_model(request.model, service.names)
-    include_usage = bool(request.stream_options and request.stream_options.include_usage)
-    return Head(
-        f"{prefix}-{secrets.token_hex(12)}", int(time.time()), service.names[0], service.fingerprint, include_usage
-    )
-
-
-async def _reply(
-    service: Service,
-    http: HTTPRequest,
-    request: ChatRequest | CompletionRequest,
-    prompt: Sequence[int],
-    shape: Shape,
+async def _answer(
+    http: HTTPRequest, kind: type[R], prompt_of: Callable[[R, LLM], list[int]], shape_of: type[Shape]
 ) -> Response:
     """All errors that can be known are raised before the first byte is sent."""
+    service = service_of(http)
     llm = service.worker.served.llm
-    asked.check_length(prompt, llm)
-    settings = await service.aside(lambda: asked.generation_settings(request, llm))
+    request = asked.read(await http.body(), kind)
+    asked.check_model(request.model, service.names)
+    prompt, settings = await service.aside(lambda: (prompt_of(request, llm), asked.generation_settings(request, llm)))
+    head = _head(service, shape_of.id_prefix, request)
+    shape = shape_of(head, llm.tokenizer, logprobs=settings.n_logprobs is not None)
     inbox = Inbox()
     job = Job(
         prompt=prompt,
@@ -71,38 +55,39 @@ async def _reply(
         cycles=bool(request.stream and request.return_cycles),
     )
     service.worker.submit(job)
-    if request.stream:
-        first = shape.first()
-        return Stream(
-            EVENTS,
-            job,
-            inbox,
-            _Rendered(shape),
-            data(first) if first is not None else b"",
-            ping=lambda: PING,
-            ping_s=service.ping_s,
-        )
-    return await whole_reply(http, job, inbox, shape)
+    if not request.stream:
+        return await whole_reply(http, job, inbox, shape)
+    first = shape.first()
+    return Stream(
+        EVENTS,
+        job,
+        inbox,
+        partial(_rendered, shape),
+        data(first) if first is not None else b"",
+        ping=lambda: PING,
+        ping_s=service.ping_s,
+    )
 
 
-@dataclass(frozen=True)
-class _Rendered:
-    """Events as the bytes of a stream."""
+def _head(service: Service, id_prefix: str, request: Request) -> Head:
+    include_usage = bool(request.stream_options and request.stream_options.include_usage)
+    return Head(
+        f"{id_prefix}-{secrets.token_hex(12)}", int(time.time()), service.names[0], service.fingerprint, include_usage
+    )
 
-    shape: Shape
 
-    def __call__(self, event: Event) -> Iterator[bytes]:
-        shape = self.shape
-        if isinstance(event, Piece):
-            yield data(shape.piece(event))
-        elif isinstance(event, Reading):
-            yield data(shape.extra(prompt_progress=progress_of(event)))
-        elif isinstance(event, CycleShown):
-            yield data(shape.extra(cycle=event))
-        elif isinstance(event, Done):
-            yield data(shape.last(event))
-            if shape.head.include_usage:
-                yield data(shape.extra(usage=usage_of(event.stats)))
-            yield DONE
-        else:
-            yield error(api_error(event.error).body)
+def _rendered(shape: Shape, event: Event) -> Iterator[bytes]:
+    """An event as the bytes of a stream."""
+    if isinstance(event, Piece):
+        yield data(shape.piece(event))
+    elif isinstance(event, Reading):
+        yield data(shape.extra(prompt_progress=progress_of(event)))
+    elif isinstance(event, CycleShown):
+        yield data(shape.extra(cycle=event))
+    elif isinstance(event, Done):
+        yield data(shape.last(event))
+        if shape.head.include_usage:
+            yield data(shape.extra(usage=usage_of(event.stats)))
+        yield DONE
+    else:
+        yield error(api_error(event.error).body)

@@ -7,11 +7,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from lever.request import FinishReason
 from lever.server.cycles import CycleShown
 from lever.server.worker import Reading
 from lever.stats import RunStats
-
-FinishReason = Literal["stop", "length"]
 
 
 class CachedTokens(msgspec.Struct, frozen=True):

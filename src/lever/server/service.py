@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lever.memory import release_unused
-from lever.server.about import fingerprint
+from lever.server.about import digest
 from lever.server.refusals import api_error
 from lever.server.streams import ClientGone, Inbox, unless_gone
 from lever.server.worker import Done, Failed, Job, Piece, Worker
@@ -37,9 +37,14 @@ class Service:
     _encoding: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "lever-encode"))
 
     @cached_property
+    def digest(self) -> str:
+        """Of the model, once it is ready: the same for as long as it is served."""
+        return digest(self.worker.served.llm)
+
+    @property
     def fingerprint(self) -> str:
-        """Of the model, once it is ready."""
-        return fingerprint(self.worker.served.llm)
+        """A short form of it."""
+        return f"fp_{self.digest[:12]}"
 
     async def aside(self, work: Callable[[], T]) -> T:
         """Something that takes its time."""
@@ -71,6 +76,11 @@ def service_of(http: Request) -> Service:
     return service
 
 
+def reply(document: msgspec.Struct | dict[str, Any]) -> Response:
+    """JSON."""
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
 async def whole_reply(http: Request, job: Job, inbox: Inbox, shape: Whole) -> Response:
     """The answer in one piece. The job is given up when the client goes away. Its error is raised as ApiError."""
     try:
@@ -79,7 +89,7 @@ async def whole_reply(http: Request, job: Job, inbox: Inbox, shape: Whole) -> Re
         return Response(status_code=NOBODY_READS)
     finally:
         job.cancel()
-    return Response(msgspec.json.encode(document), media_type="application/json")
+    return reply(document)
 
 
 async def _whole(inbox: Inbox, shape: Whole) -> msgspec.Struct:

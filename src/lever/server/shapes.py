@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from lever.llm import TokenLogprobs
+from lever.request import FinishReason
+from lever.server.cycles import text_of
 from lever.server.replies import (
     ChatChoice,
     ChatChunk,
@@ -52,57 +55,71 @@ class Head(msgspec.Struct, frozen=True):
         return {**self.fields, "usage": usage}
 
 
-class Shape(Protocol):
-    """How an answer looks."""
+class Shape(ABC):
+    """How an answer looks. The two differ in their types, and in what a choice is."""
 
-    head: Head
-
-    def first(self) -> msgspec.Struct | None:
-        """What a stream begins with."""
-
-    def piece(self, piece: Piece) -> msgspec.Struct:
-        """A part of a stream."""
-
-    def last(self, done: Done) -> msgspec.Struct:
-        """What ends the text of a stream."""
-
-    def extra(self, **fields: Any) -> msgspec.Struct:
-        """A part of a stream without text."""
-
-    def whole(self, pieces: Sequence[Piece], done: Done) -> msgspec.Struct:
-        """All of it."""
-
-
-class ChatShape:
-    """POST /v1/chat/completions."""
+    id_prefix: ClassVar[str]
+    chunk: ClassVar[type[ChatChunk | CompletionChunk]]  # a part of a stream
+    document: ClassVar[type[ChatCompletion | Completion]]  # all of it
 
     def __init__(self, head: Head, tokenizer: Tokenizer, *, logprobs: bool) -> None:
         self.head, self._tokenizer, self._wants_logprobs = head, tokenizer, logprobs
 
-    def first(self) -> ChatChunk:
-        return self._chunk(ChatChunkChoice(Delta("assistant", "")))
+    def first(self) -> msgspec.Struct | None:
+        """What a stream begins with."""
+        return None
 
-    def piece(self, piece: Piece) -> ChatChunk:
-        return self._chunk(ChatChunkChoice(Delta(content=piece.text), self._logprobs([piece])))
+    def piece(self, piece: Piece) -> msgspec.Struct:
+        """A part of a stream."""
+        return self._part([self._part_of_choice(piece)])
 
-    def last(self, done: Done) -> ChatChunk:
-        choice = ChatChunkChoice(Delta(), finish_reason=done.finish_reason)
-        return msgspec.structs.replace(self._chunk(choice), timings=timings_of(done.stats))
+    def last(self, done: Done) -> msgspec.Struct:
+        """What ends the text of a stream."""
+        return self._part([self._end_of_choice(done.finish_reason)], timings=timings_of(done.stats))
 
-    def extra(self, **fields: Any) -> ChatChunk:
-        return ChatChunk(**{**self.head.chunk_fields, **fields}, choices=[])
+    def extra(self, **fields: Any) -> msgspec.Struct:
+        """A part of a stream without text."""
+        return self._part([], **fields)
 
-    def whole(self, pieces: Sequence[Piece], done: Done) -> ChatCompletion:
-        message = ChatMessage("".join(piece.text for piece in pieces))
-        return ChatCompletion(
+    def whole(self, pieces: Sequence[Piece], done: Done) -> msgspec.Struct:
+        """All of it."""
+        text = "".join(piece.text for piece in pieces)
+        return self.document(
             **self.head.fields,
-            choices=[ChatChoice(message, done.finish_reason, self._logprobs(pieces))],
+            choices=[self._whole_choice(text, pieces, done.finish_reason)],
             usage=usage_of(done.stats),
             timings=timings_of(done.stats),
         )
 
-    def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
-        return ChatChunk(**self.head.chunk_fields, choices=[choice])
+    def _part(self, choices: list[Any], **fields: Any) -> msgspec.Struct:
+        return self.chunk(**{**self.head.chunk_fields, **fields}, choices=choices)
+
+    @abstractmethod
+    def _part_of_choice(self, piece: Piece) -> msgspec.Struct: ...
+
+    @abstractmethod
+    def _end_of_choice(self, finish_reason: FinishReason) -> msgspec.Struct: ...
+
+    @abstractmethod
+    def _whole_choice(self, text: str, pieces: Sequence[Piece], finish_reason: FinishReason) -> Any: ...
+
+
+class ChatShape(Shape):
+    """POST /v1/chat/completions."""
+
+    id_prefix, chunk, document = "chatcmpl", ChatChunk, ChatCompletion
+
+    def first(self) -> msgspec.Struct:
+        return self._part([ChatChunkChoice(Delta("assistant", ""))])
+
+    def _part_of_choice(self, piece: Piece) -> ChatChunkChoice:
+        return ChatChunkChoice(Delta(content=piece.text), self._logprobs([piece]))
+
+    def _end_of_choice(self, finish_reason: FinishReason) -> ChatChunkChoice:
+        return ChatChunkChoice(Delta(), finish_reason=finish_reason)
+
+    def _whole_choice(self, text: str, pieces: Sequence[Piece], finish_reason: FinishReason) -> ChatChoice:
+        return ChatChoice(ChatMessage(text), finish_reason, self._logprobs(pieces))
 
     def _logprobs(self, pieces: Sequence[Piece]) -> ChatLogprobs | None:
         if not self._wants_logprobs:
@@ -110,37 +127,23 @@ class ChatShape:
         return ChatLogprobs(content_logprobs(self._tokenizer, pieces))
 
 
-class CompletionShape:
+class CompletionShape(Shape):
     """POST /v1/completions."""
 
+    id_prefix, chunk, document = "cmpl", CompletionChunk, Completion
+
     def __init__(self, head: Head, tokenizer: Tokenizer, *, logprobs: bool) -> None:
-        self.head, self._tokenizer, self._wants_logprobs = head, tokenizer, logprobs
+        super().__init__(head, tokenizer, logprobs=logprobs)
         self._decoder, self._offset = StreamDecoder(tokenizer), 0  # in characters, of the next token
 
-    def first(self) -> None:
-        return None
+    def _part_of_choice(self, piece: Piece) -> TextChoice:
+        return TextChoice(piece.text, self._logprobs([piece]))
 
-    def piece(self, piece: Piece) -> CompletionChunk:
-        return self._chunk(TextChoice(piece.text, self._logprobs([piece])))
+    def _end_of_choice(self, finish_reason: FinishReason) -> TextChoice:
+        return TextChoice("", finish_reason=finish_reason)
 
-    def last(self, done: Done) -> CompletionChunk:
-        choice = TextChoice("", finish_reason=done.finish_reason)
-        return msgspec.structs.replace(self._chunk(choice), timings=timings_of(done.stats))
-
-    def extra(self, **fields: Any) -> CompletionChunk:
-        return CompletionChunk(**{**self.head.chunk_fields, **fields}, choices=[])
-
-    def whole(self, pieces: Sequence[Piece], done: Done) -> Completion:
-        text = "".join(piece.text for piece in pieces)
-        return Completion(
-            **self.head.fields,
-            choices=[TextChoice(text, self._logprobs(pieces), done.finish_reason)],
-            usage=usage_of(done.stats),
-            timings=timings_of(done.stats),
-        )
-
-    def _chunk(self, choice: TextChoice) -> CompletionChunk:
-        return CompletionChunk(**self.head.chunk_fields, choices=[choice])
+    def _whole_choice(self, text: str, pieces: Sequence[Piece], finish_reason: FinishReason) -> TextChoice:
+        return TextChoice(text, self._logprobs(pieces), finish_reason)
 
     def _logprobs(self, pieces: Sequence[Piece]) -> TextLogprobs | None:
         if not self._wants_logprobs:
@@ -168,11 +171,6 @@ def content_logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[Cont
         return ContentLogprob(own.token, own.logprob, own.bytes, [entry(*pair) for pair in at.top])
 
     return [content(token) for piece in pieces for token in piece.logprobs]
-
-
-def text_of(tokenizer: Tokenizer, token: int) -> str:
-    """What a token adds to the text; the name of one that adds nothing."""
-    return tokenizer.decode([token]) or tokenizer.token_text(token)
 
 
 def finite(logprob: float) -> float:

@@ -10,12 +10,29 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from lever.llm import MOST_LOGPROBS
+
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=-1)]  # -1: no limit
 Text = Annotated[str, Meta(min_length=1)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-MOST_STOPS = 64
+Seed = Annotated[int, Meta(ge=-1)]  # -1: any
+Stop = Text | Annotated[list[Text], Meta(max_length=64)]
+Likeliest = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]  # tokens at a place
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn; the names are those of the sampler's settings."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_k: Count | None = None
+    top_p: Probability | None = None
+    min_p: Probability | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    repeat_last_n: Count | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -41,7 +58,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
     schema: dict[str, Any] | None = None  # beside json_object, as llama-server takes it
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class Request(Sampling, frozen=True, kw_only=True):
     """What both ways to ask have in common."""
 
     model: str | None = None
@@ -49,20 +66,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=1)] | None = None
-    stop: Text | Annotated[list[Text], Meta(max_length=MOST_STOPS)] | None = None
-    seed: Annotated[int, Meta(ge=-1)] | None = None  # -1: any
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Probability | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    stop: Stop | None = None
+    seed: Seed | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     response_format: ResponseFormat | None = None
     user: str | None = None
 
-    top_k: Count | None = None
-    min_p: Probability | None = None
-    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    repeat_last_n: Count | None = None
     ignore_eos: bool | None = None
     cache_prompt: bool | None = None  # it always is
     return_progress: bool | None = None
@@ -93,7 +102,7 @@ class ChatRequest(Request, frozen=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Likeliest | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
 
@@ -102,7 +111,7 @@ class CompletionRequest(Request, frozen=True, kw_only=True):
     """POST /v1/completions. Of several prompts in a list there may be one."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: Likeliest | None = None
     best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
     echo: bool | None = None
     suffix: str | None = None

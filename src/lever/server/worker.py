@@ -15,18 +15,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from lever.errors import Cancelled, ContextOverflow, LeverError, UsageError
 from lever.llm import LLM, Generation, GenerationSettings, TokenLogprobs
 from lever.opening import Told, Tuning, learn
 from lever.request import FinishReason
-from lever.server.cycles import Cycles, CycleShown
+from lever.server.cycles import Cycles, CycleShown, text_of
 from lever.stats import RunStats
 
 log = logging.getLogger(__name__)
 
 State = Literal["loading", "ready", "failed", "stopped"]
+SUMMED = (  # as they stand in the figures of an answer
+    "new_tokens", "prefill_s", "decode_s", "verified", "accepted", "cycles", "read_bytes", "read_s", "stall_s",
+)  # fmt: skip
 READINGS_APART_S = 0.2  # of a prompt: a small model has hundreds of layers a second
 
 
@@ -50,10 +54,9 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text, in whole characters, and the tokens that it came with. `logprobs`: one for each, if they were asked for."""
+    """Text, in whole characters. `logprobs`: one for each token that it came with, if they were asked for."""
 
     text: str
-    tokens: Sequence[int]
     logprobs: Sequence[TokenLogprobs] = ()
 
 
@@ -111,7 +114,6 @@ class Totals:
     new_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    drafted: int = 0
     verified: int = 0
     accepted: int = 0
     cycles: int = 0
@@ -123,9 +125,7 @@ class Totals:
         """One answer more, or the part of it that there is."""
         self.requests += 1
         self.prompt_tokens += stats.prompt_tokens - stats.cached_tokens
-        for name in ("new_tokens", "prefill_s", "decode_s", "drafted", "verified", "accepted", "cycles"):
-            setattr(self, name, getattr(self, name) + getattr(stats, name))
-        for name in ("read_bytes", "read_s", "stall_s"):
+        for name in SUMMED:
             setattr(self, name, getattr(self, name) + getattr(stats, name))
 
 
@@ -324,7 +324,7 @@ class Worker:
         if job.cancelled:
             return Failed(Cancelled("the answer was given up"))
         llm = served.llm
-        shown = Cycles(lambda token: llm.tokenizer.decode([token]) or llm.tokenizer.token_text(token), _reads(llm))
+        shown = Cycles(partial(text_of, llm.tokenizer), llm.loaded.store.stats.read_bytes)
         reader = _Reader(job)
         generation = job.generation = llm.generate(
             job.prompt,
@@ -364,10 +364,6 @@ class _Reader:
 
 
 def _send(job: Job, generation: Generation, text: str, sent: int, end: int) -> int:
-    """Text with the tokens since the `sent` first ones; how many are sent now."""
-    job.tell(Piece(text, generation.tokens[sent:end], generation.logprobs[sent:end]))
+    """Text with what is told of the tokens since the `sent` first ones; how many are sent now."""
+    job.tell(Piece(text, generation.logprobs[sent:end]))
     return end
-
-
-def _reads(llm: LLM) -> int:
-    return llm.loaded.store.stats.read_bytes
