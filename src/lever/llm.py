@@ -36,8 +36,8 @@ from lever.workspace import ModelShape
 
 log = logging.getLogger(__name__)
 
-# Lists that only the tokenizer needs; they weigh tens of megabytes as Python objects.
 MOST_LOGPROBS = 20  # as OpenAI has it
+# Lists that only the tokenizer needs; they weigh tens of megabytes as Python objects.
 VOCABULARY_KEYS = ("tokens", "merges", "scores", "token_type")
 
 
