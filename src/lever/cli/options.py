@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lever.errors import UsageError
+from lever.settings import SamplerSettings
 
 if TYPE_CHECKING:
     from lever.grammar import Grammar
@@ -108,17 +109,20 @@ def generation_settings(
 ) -> GenerationSettings:
     """What the flags about sampling say; `sampling` are those with the names of `SamplerSettings`. Errors as there."""
     from lever.llm import GenerationSettings
-    from lever.settings import SamplerSettings
 
-    bias = parse_logit_bias(logit_bias)
-    seed = secrets.randbits(32) if seed == -1 else seed
     return GenerationSettings(
-        sampler=SamplerSettings(seed=seed, logit_bias=bias, **sampling),
+        sampler=sampler_settings(seed, logit_bias, **sampling),
         max_new_tokens=None if max_tokens == -1 else max_tokens,
         stops=stops,
         ignore_eos=ignore_eos,
         constraint=constraint,
     )
+
+
+def sampler_settings(seed: int, logit_bias: Sequence[str] = (), **sampling: Any) -> SamplerSettings:
+    """How tokens are drawn; `sampling` as above. Errors as there."""
+    bias = parse_logit_bias(logit_bias)
+    return SamplerSettings(seed=secrets.randbits(32) if seed == -1 else seed, logit_bias=bias, **sampling)
 
 
 def parse_logit_bias(items: Sequence[str]) -> dict[int, float]:
