@@ -9,7 +9,7 @@ import typer
 from lever.cli import options as o
 from lever.cli.run import DEFAULT_MODEL, typed_flags
 from lever.errors import UsageError
-from lever.settings import AUTO, NONE
+from lever.settings import AUTO
 
 
 def chat(
@@ -63,7 +63,6 @@ def chat(
     """
     from lever.cli.chatting import Setup
     from lever.cli.chatting import chat as talk
-    from lever.opening import Wanted
 
     if first is not None and "model" in typed_flags(context, "model"):
         raise UsageError("the model is given twice: use one of MODEL and -m")
@@ -92,12 +91,14 @@ def chat(
         stops=stop,
         ignore_eos=ignore_eos,
     )
-    wanted = Wanted(
+    wanted = o.wanted(
         next((word for word in (first, model) if word is not None), DEFAULT_MODEL),
-        NONE if no_draft else draft,
-        preset,
-        use_image=not no_image and layout is o.Layout.auto,
+        draft,
+        no_draft=no_draft,
+        no_image=no_image,
         offline=offline,
+        preset=preset,
+        layout=layout,
     )
     setup = Setup(system, use_profile=not no_profile, keep_history=not no_history, quiet=quiet)
     raise typer.Exit(talk(wanted, settings, request, setup))

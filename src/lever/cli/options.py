@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lever.errors import UsageError
-from lever.settings import SamplerSettings
+from lever.settings import NONE, SamplerSettings
 
 if TYPE_CHECKING:
     from lever.grammar import Grammar
     from lever.llm import GenerationSettings
     from lever.loader import ModelSettings
+    from lever.opening import Wanted
 
 PROMPT, MEMORY, SAMPLING, OUTPUT = "Prompt", "Memory and speed", "Sampling", "Options"
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
@@ -95,6 +96,23 @@ def model_settings(
         layout=layout.value,
         grammars=grammars,
     )
+
+
+def wanted(
+    model: str,
+    draft: str,
+    *,
+    no_draft: bool,
+    no_image: bool,
+    offline: bool,
+    preset: str | None = None,
+    layout: Layout = Layout.auto,
+) -> Wanted:
+    """What the flags about the model and its draft say. For another layout than its own it is the file, no image."""
+    from lever.opening import Wanted
+
+    use_image = not no_image and layout is Layout.auto
+    return Wanted(model, NONE if no_draft else draft, preset, use_image, offline)
 
 
 def generation_settings(

@@ -12,7 +12,7 @@ import typer
 from lever.cli import options as o
 from lever.cli.console import read_stdin
 from lever.errors import StorageError, UsageError
-from lever.settings import AUTO, NONE
+from lever.settings import AUTO
 
 if TYPE_CHECKING:
     from lever.grammar import Grammar
@@ -113,19 +113,11 @@ def run(
         ignore_eos=ignore_eos,
         constraint=constraint,
     )
-    use_image = not no_image and layout is o.Layout.auto
-    text = read_prompt(source)
-    question = Question(
-        reference,
-        text,
-        system,
-        raw=raw,
-        use_image=use_image,
-        use_profile=not no_profile,
-        draft=NONE if no_draft else draft,
-        preset=preset,
+    wanted = o.wanted(
+        reference, draft, no_draft=no_draft, no_image=no_image, offline=offline, preset=preset, layout=layout
     )
-    raise typer.Exit(answer(question, settings, request, Output(json_output, quiet, offline)))
+    question = Question(wanted, read_prompt(source), system, raw=raw, use_profile=not no_profile)
+    raise typer.Exit(answer(question, settings, request, Output(json_output, quiet)))
 
 
 def parse_constraint(

@@ -12,7 +12,7 @@ from lever.cli import options as o
 from lever.cli.console import Bar, note
 from lever.cli.run import DEFAULT_MODEL
 from lever.errors import StorageError, UsageError
-from lever.settings import AUTO, NONE
+from lever.settings import AUTO
 
 if TYPE_CHECKING:
     from lever.loader import ModelSettings
@@ -122,7 +122,6 @@ def serve(
     except ModuleNotFoundError as error:
         raise UsageError(f"lever serve needs {error.name}: pip install 'lever-llm[serve]'") from error
     from lever.grammar import is_installed
-    from lever.opening import Wanted
 
     for flag, seconds in (("--sse-ping-interval", sse_ping_interval), ("--timeout", timeout)):
         if not math.isfinite(seconds):
@@ -141,8 +140,7 @@ def serve(
         layout=layout,
         grammars=is_installed() and not no_grammars,
     )
-    use_image = not no_image and layout is o.Layout.auto
-    wanted = Wanted(model, NONE if no_draft else draft, preset, use_image, offline)
+    wanted = o.wanted(model, draft, no_draft=no_draft, no_image=no_image, offline=offline, preset=preset, layout=layout)
     progress = Bar(quiet=quiet)
     listening = listen(host, port)
     url = url_of(listening)
