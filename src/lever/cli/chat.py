@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from lever.cli import options as o
-from lever.cli.run import DEFAULT_MODEL, typed_flags
-from lever.errors import UsageError
+from lever.cli.run import choose_model, typed_flags
 from lever.settings import AUTO
 
 
 def chat(
     context: typer.Context,
-    first: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo."),
-    ] = None,
+    first: o.ModelWord = None,
     model: o.ModelFlag = None,
     system: o.System = None,
     dram: o.Dram = "auto",
@@ -64,8 +58,7 @@ def chat(
     from lever.cli.chatting import Setup
     from lever.cli.chatting import chat as talk
 
-    if first is not None and "model" in typed_flags(context, "model"):
-        raise UsageError("the model is given twice: use one of MODEL and -m")
+    reference = choose_model(first, model, typed_flags(context, "model"))
     settings = o.model_settings(
         dram,
         threads,
@@ -92,7 +85,7 @@ def chat(
         ignore_eos=ignore_eos,
     )
     wanted = o.wanted(
-        next((word for word in (first, model) if word is not None), DEFAULT_MODEL),
+        reference,
         draft,
         no_draft=no_draft,
         no_image=no_image,

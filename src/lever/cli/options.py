@@ -165,10 +165,9 @@ def _speak_up(verbose: bool) -> None:
         logging.getLogger("lever").setLevel(logging.INFO)
 
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo."),
-]
+_MODEL = typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo.")
+ModelArgument = Annotated[str, _MODEL]
+ModelWord = Annotated[str | None, _MODEL]  # where there is a flag for it, too
 ModelFlag = Annotated[
     str | None,
     flag(PROMPT, "-m", "--model", value="MODEL", help=f"The model, if not the first word. {_otherwise('demo')}"),
