@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -214,6 +215,17 @@ class Tuning:
     def expected(self) -> PassTime:
         """Of a pass for one token."""
         return expected_pass(self.profile, self.plan, self.settings)
+
+
+def open_ready(
+    wanted: Wanted, settings: ModelSettings, progress: Told, *, use_profile: bool
+) -> tuple[LLM, Tuning | None]:
+    """As `open_llm` and then `prepare`; the model is closed where the second fails."""
+    with ExitStack() as stack:
+        llm = stack.enter_context(open_llm(wanted, settings, progress))
+        tuning = prepare(llm, progress, use_profile=use_profile)
+        stack.pop_all()
+    return llm, tuning
 
 
 def prepare(llm: LLM, progress: Told, *, use_profile: bool = True) -> Tuning | None:
