@@ -74,7 +74,7 @@ def _read_plainly(screen: TextIO) -> str:
         for mark in chain([PROMPT], repeat(MORE)):
             screen.write(mark)
             screen.flush()
-            line = sys.stdin.buffer.readline()
+            line = _line()
             if not line:
                 return
             yield _text(line)
@@ -87,7 +87,7 @@ def _read_plainly(screen: TextIO) -> str:
 
 def piped(talk: Chat) -> int:
     """Take entries from stdin, in lines. An error ends it, and Ctrl-C."""
-    for entry in entries(_lines()):
+    for entry in entries(map(_text, iter(_line, b""))):
         talk.take(entry)
         if talk.interrupted:
             return INTERRUPTED
@@ -96,19 +96,14 @@ def piped(talk: Chat) -> int:
     return 0
 
 
-def _lines() -> Iterator[str]:
-    """Lines of stdin, each as it comes."""
+def _line() -> bytes:
+    """The next line of stdin as soon as it is there; nothing at its end."""
     if sys.stdin is None:
         raise StorageError("stdin is closed: there is nobody to chat with")
-    lines = iter(sys.stdin.buffer)
-    while True:
-        try:
-            line = next(lines)
-        except StopIteration:
-            return
-        except OSError as error:
-            raise StorageError(f"cannot read stdin: {error.strerror}") from error
-        yield _text(line)
+    try:
+        return sys.stdin.buffer.readline()
+    except OSError as error:
+        raise StorageError(f"cannot read stdin: {error.strerror}") from error
 
 
 def _text(line: bytes) -> str:
