@@ -27,14 +27,13 @@ from typing import Any
 from lever.chat.messages import checked_messages
 from lever.errors import ContextOverflow, StorageError, UsageError
 from lever.llm import LLM, Generation, GenerationSettings
+from lever.settings import SAMPLING_NUMBERS
 from lever.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 NEARLY_FULL = 0.9  # of the context: worth a word
-NUMBERS = ("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
-WHOLE_NUMBERS = ("top_k", "repeat_last_n", "seed")
-SETTINGS = (*NUMBERS, *WHOLE_NUMBERS, "max_tokens", "stop", "ignore_eos", "logit_bias")
+SETTINGS = (*SAMPLING_NUMBERS, "max_tokens", "stop", "ignore_eos", "logit_bias")
 ROLES = ("user", "assistant")  # of turns; a system message stands before them
 
 
@@ -212,7 +211,7 @@ def _letters(token: int, tokenizer: Tokenizer) -> Sequence[int]:
 def settings_to_dict(settings: GenerationSettings) -> dict[str, object]:
     """As JSON has them, by the names of `with_setting`; what is off by being absent is left out."""
     sampler = settings.sampler
-    found: dict[str, object] = {name: getattr(sampler, name) for name in (*NUMBERS, *WHOLE_NUMBERS)}
+    found: dict[str, object] = {name: getattr(sampler, name) for name in SAMPLING_NUMBERS}
     if settings.max_new_tokens is not None:
         found["max_tokens"] = settings.max_new_tokens
     if settings.stops:
@@ -227,9 +226,9 @@ def settings_to_dict(settings: GenerationSettings) -> dict[str, object]:
 
 def with_setting(settings: GenerationSettings, name: str, value: object) -> GenerationSettings:
     """With one of SETTINGS as JSON has it; null or -1 for max_tokens is no limit. UsageError says what is wrong."""
-    if name in NUMBERS:
+    if SAMPLING_NUMBERS.get(name) is float:
         return _with_sampler(settings, name, _number(name, value))
-    if name in WHOLE_NUMBERS:
+    if SAMPLING_NUMBERS.get(name) is int:
         return _with_sampler(settings, name, _checked(name, value, int, "a whole number"))
     if name == "max_tokens":
         limit = None if value is None else _checked(name, value, int, "a whole number")
