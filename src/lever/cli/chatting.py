@@ -179,7 +179,7 @@ class Chat:
         if answer.cancelled and not answer.text:  # nothing of it was kept
             self.say("nothing was answered: all is as it was before")
         else:
-            cut = ["ended by max_tokens"] if answer.finish_reason == "length" and not self._is_full() else []
+            cut = ["ended by max_tokens"] if answer.finish_reason == "length" and not self.conversation.is_full else []
             self.say("; ".join((short_figures(answer.stats), *cut)))
         if self.conversation.shortage is not None:
             note(self.conversation.shortage)
@@ -188,9 +188,6 @@ class Chat:
         self.interrupted = True
         if self._answer is not None:
             self._answer.cancel()
-
-    def _is_full(self) -> bool:
-        return self.conversation.n_tokens >= self.conversation.n_ctx
 
     # Commands
 
