@@ -12,7 +12,7 @@ from lever.llm import Generation, GenerationSettings
 from lever.loader import ModelSettings
 from lever.machine import performance_cores
 from lever.memory import parse_size
-from lever.opening import Silent, Told, Tuning, Wanted, learn, open_llm, prepare
+from lever.opening import Silent, Told, Wanted, learn, open_ready
 from lever.owner import Owner
 from lever.settings import AUTO, SamplerSettings
 
@@ -89,14 +89,9 @@ class LLM(Owner):
             grammars=grammars,
         )
         wanted = Wanted(fspath(model), fspath(draft), preset, use_image, offline)
-        self._tuning: Tuning | None = None
         self._newest: Generation | None = None
-        self._llm = open_llm(wanted, settings, told)
         try:
-            self._tuning = prepare(self._llm, told, use_profile=use_profile)
-        except BaseException:
-            self._llm.close()
-            raise
+            self._llm, self._tuning = open_ready(wanted, settings, told, use_profile=use_profile)
         finally:
             told.finish()
 

@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import accumulate, takewhile
@@ -27,15 +27,22 @@ from typing import Any
 from lever.chat.messages import checked_messages
 from lever.errors import ContextOverflow, StorageError, UsageError
 from lever.llm import LLM, Generation, GenerationSettings
+from lever.settings import SAMPLING_NUMBERS
 from lever.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 NEARLY_FULL = 0.9  # of the context: worth a word
-NUMBERS = ("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
-WHOLE_NUMBERS = ("top_k", "repeat_last_n", "seed")
-SETTINGS = (*NUMBERS, *WHOLE_NUMBERS, "max_tokens", "stop", "ignore_eos", "logit_bias")
+SETTINGS = (*SAMPLING_NUMBERS, "max_tokens", "stop", "ignore_eos", "logit_bias")
 ROLES = ("user", "assistant")  # of turns; a system message stands before them
+
+# Is told how many tokens of a prompt are to be read, and gives what is told of them as they are.
+OnPrompt = Callable[[int], Callable[[int], None]]
+
+
+def _unheard(_n_tokens: int) -> Callable[[int], None]:
+    """Where nobody listens."""
+    return lambda _n_read: None
 
 
 class Conversation:
@@ -66,35 +73,32 @@ class Conversation:
         return self.llm.loaded.shape.n_ctx
 
     @property
+    def is_full(self) -> bool:
+        """Whether the context holds no other token."""
+        return self.n_tokens >= self.n_ctx
+
+    @property
     def shortage(self) -> str | None:
         """A line about a context that is full or nearly so, and what to do; None while there is room."""
         if self.n_tokens < NEARLY_FULL * self.n_ctx:
             return None
-        how = "full" if self.n_tokens >= self.n_ctx else "nearly full"
+        how = "full" if self.is_full else "nearly full"
         return f"the context is {how}, {self.n_tokens} of {self.n_ctx} tokens: {WAYS_OUT}"
 
     def reset(self) -> None:
         """Forget all turns; the system message and the settings stay."""
         self.turns, self._tokens = [], []
 
-    @contextmanager
-    def asking(
-        self, text: str, on_prompt: Callable[[int], Callable[[int], None]] = lambda _n_tokens: _nobody
-    ) -> Iterator[Generation]:
+    def asking(self, text: str, on_prompt: OnPrompt = _unheard) -> AbstractContextManager[Generation]:
         """The answer to `text`, to be iterated over inside. What has come of it at the end is the answer, also of one
         that was given up; where nothing has, all is as if nobody had asked.
 
-        `on_prompt` is told how many tokens of the prompt are to be read, and gives what is told of them as they are.
         ContextOverflow when there is no room for an answer. TemplateError or UsageError when the template or the
         tokenizer refuses the text.
         """
-        with self._answering([*self.turns, {"role": "user", "content": text}], on_prompt) as generation:
-            yield generation
+        return self._answering([*self.turns, {"role": "user", "content": text}], on_prompt)
 
-    @contextmanager
-    def asking_again(
-        self, on_prompt: Callable[[int], Callable[[int], None]] = lambda _n_tokens: _nobody
-    ) -> Iterator[Generation]:
+    def asking_again(self, on_prompt: OnPrompt = _unheard) -> AbstractContextManager[Generation]:
         """Another answer to the last message in the place of the one it has; otherwise as `asking`.
 
         UsageError before there is a message. The draws are those of before while the seed is.
@@ -104,13 +108,10 @@ class Conversation:
             turns.pop()
         if not turns:
             raise UsageError("there is no message yet that could be answered again")
-        with self._answering(turns, on_prompt) as generation:
-            yield generation
+        return self._answering(turns, on_prompt)
 
     @contextmanager
-    def _answering(
-        self, turns: list[dict[str, str]], on_prompt: Callable[[int], Callable[[int], None]]
-    ) -> Iterator[Generation]:
+    def _answering(self, turns: list[dict[str, str]], on_prompt: OnPrompt) -> Iterator[Generation]:
         before, self.turns = self.turns, turns
         generation = None
         try:
@@ -171,10 +172,6 @@ class Conversation:
 WAYS_OUT = "/reset begins anew, and a larger -c holds more"
 
 
-def _nobody(_n_tokens: int) -> None:
-    """Is told of prompt tokens where nobody listens."""
-
-
 def spliced(old: Sequence[int], new: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], int]:
     """`new`, with the tokens of `old` for what both spell in the same way at their beginnings; how many these are.
 
@@ -212,7 +209,7 @@ def _letters(token: int, tokenizer: Tokenizer) -> Sequence[int]:
 def settings_to_dict(settings: GenerationSettings) -> dict[str, object]:
     """As JSON has them, by the names of `with_setting`; what is off by being absent is left out."""
     sampler = settings.sampler
-    found: dict[str, object] = {name: getattr(sampler, name) for name in (*NUMBERS, *WHOLE_NUMBERS)}
+    found: dict[str, object] = {name: getattr(sampler, name) for name in SAMPLING_NUMBERS}
     if settings.max_new_tokens is not None:
         found["max_tokens"] = settings.max_new_tokens
     if settings.stops:
@@ -227,9 +224,9 @@ def settings_to_dict(settings: GenerationSettings) -> dict[str, object]:
 
 def with_setting(settings: GenerationSettings, name: str, value: object) -> GenerationSettings:
     """With one of SETTINGS as JSON has it; null or -1 for max_tokens is no limit. UsageError says what is wrong."""
-    if name in NUMBERS:
+    if SAMPLING_NUMBERS.get(name) is float:
         return _with_sampler(settings, name, _number(name, value))
-    if name in WHOLE_NUMBERS:
+    if SAMPLING_NUMBERS.get(name) is int:
         return _with_sampler(settings, name, _checked(name, value, int, "a whole number"))
     if name == "max_tokens":
         limit = None if value is None else _checked(name, value, int, "a whole number")

@@ -214,7 +214,6 @@ class _Tokens:
 
 def _compile(source: str, vocabulary: LLTokenizer) -> LLMatcher:
     """Of a grammar; it says itself if it is none."""
-    _require_library()
     from llguidance import LLMatcher
 
     return _with_deep_stack(lambda: LLMatcher(vocabulary, source, log_level=0, limits=_limits()))

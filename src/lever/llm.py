@@ -36,8 +36,8 @@ from lever.workspace import ModelShape
 
 log = logging.getLogger(__name__)
 
-# Lists that only the tokenizer needs; they weigh tens of megabytes as Python objects.
 MOST_LOGPROBS = 20  # as OpenAI has it
+# Lists that only the tokenizer needs; they weigh tens of megabytes as Python objects.
 VOCABULARY_KEYS = ("tokens", "merges", "scores", "token_type")
 
 
@@ -315,7 +315,9 @@ class Generation:
         self.tokens.append(step.token)
         if self._n_logprobs is not None:
             top = tuple(top_logprobs(step.logits, self._n_logprobs)) if self._n_logprobs else ()
-            self.logprobs.append(TokenLogprobs(step.token, logprob(step.logits, step.token), top))
+            own = dict(top).get(step.token)  # where it is among them, no second softmax of all logits is needed
+            own = logprob(step.logits, step.token) if own is None else own
+            self.logprobs.append(TokenLogprobs(step.token, own, top))
         self.finish_reason = step.finish_reason
         return self._stops.feed(self._decoder.feed(step.token))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from lever import gguf, models
+from lever import gguf
 from lever.arch import ModelConfig
 from lever.cost import PassTime, Profile
 from lever.cycle_cost import Foretold
@@ -16,8 +17,7 @@ from lever.errors import DoesNotFit, LeverError, StorageError
 from lever.llm import LLM
 from lever.loader import ModelSettings, Progress
 from lever.memory import format_size, rss_bytes
-from lever.models import resolve
-from lever.models.cache import exclusive
+from lever.models import cache, resolve
 from lever.models.images import find_image, image_path, steady_sha256
 from lever.pack import PackSettings, pack
 from lever.pair import PairProfile
@@ -51,28 +51,22 @@ log = logging.getLogger(__name__)
 AMPLE = 1 << 50  # bytes
 
 
-class Told(Protocol):
-    """Told of what is done, one job at a time, and of what is worth a word; a `lever.models.Progress`, and more."""
+class Told(cache.Progress, Protocol):
+    """Told of what is done, one job at a time, and of what is worth a word."""
 
     jobs: int  # begun so far
 
     def start(self, total: int | None, what: str) -> None:
         """A job of `total` bytes begins; 0: of unknown size. None: a short one."""
 
-    def advance(self, n: int) -> None:
-        """So many bytes more are done."""
-
     def tell(self, text: str) -> None:
         """How far a job is that has no bytes to count."""
-
-    def finish(self) -> None:
-        """The job has ended, well or not."""
 
     def note(self, text: str) -> None:
         """What somebody who waits may want to know."""
 
 
-class Silent(models.Silent):
+class Silent(cache.Silent):
     """Keeps it to itself; a `Told`."""
 
     jobs = 0
@@ -113,7 +107,7 @@ def open_draft(reference: str, settings: ModelSettings, progress: Told, *, offli
         return found.path
     progress.note(f"preparing the draft {reference}, once")
     path = image_path(resolved.path, draft=True)
-    with exclusive(path.stem, progress):
+    with cache.exclusive(path.stem, progress):
         pack(
             header,
             ModelConfig.from_gguf(header),
@@ -205,6 +199,17 @@ class Tuning:
     def expected(self) -> PassTime:
         """Of a pass for one token."""
         return expected_pass(self.profile, self.plan, self.settings)
+
+
+def open_ready(
+    wanted: Wanted, settings: ModelSettings, progress: Told, *, use_profile: bool
+) -> tuple[LLM, Tuning | None]:
+    """As `open_llm` and then `prepare`; the model is closed where the second fails."""
+    with ExitStack() as stack:
+        llm = stack.enter_context(open_llm(wanted, settings, progress))
+        tuning = prepare(llm, progress, use_profile=use_profile)
+        stack.pop_all()
+    return llm, tuning
 
 
 def prepare(llm: LLM, progress: Told, *, use_profile: bool = True) -> Tuning | None:

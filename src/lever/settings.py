@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_type_hints
 
 from lever.errors import UsageError
 
@@ -57,3 +57,9 @@ class SamplerSettings:
             if not (token >= 0 and bias < math.inf):
                 raise UsageError(f"logit_bias {token}: {bias} is not a token id and a finite number or -inf")
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+
+
+# Of SamplerSettings all but the bias: names, with float or int.
+SAMPLING_NUMBERS: Mapping[str, type] = {
+    name: kind for name, kind in get_type_hints(SamplerSettings).items() if kind in (float, int)
+}

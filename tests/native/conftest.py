@@ -1,4 +1,4 @@
-"""A tiny model that is served; and the page of `lever serve` in Debian's Chromium, driven by Playwright.
+"""The command; a tiny model that is served; and the page of `lever serve` in Chromium, driven by Playwright.
 
 The server behind the page does what a test says.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.browser import tab
+from tests.command import Lever
 from tests.lacking import lacking, needs
 from tests.page_server import PageServer
 from tests.page_server import serving as serving_page
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
 CHROMIUM = shutil.which("chromium")
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
 --disable-component-update --disable-sync"""
+
+
+@pytest.fixture(scope="session")
+def bytecode(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What Python makes of lever's sources, for all processes of all tests."""
+    return tmp_path_factory.mktemp("bytecode")
+
+
+@pytest.fixture
+def lever(tmp_path: Path, bytecode: Path) -> Lever:
+    return Lever(tmp_path / "home", bytecode)
 
 
 @pytest.fixture(scope="module")

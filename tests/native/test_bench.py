@@ -15,8 +15,8 @@ from lever.cage import NoCage, cage
 from lever.errors import LeverError
 from lever.peer import LlamaCpp, PeerModel
 from lever.settings import SamplerSettings
+from tests.command import Lever, interrupt, one_line
 from tests.lacking import lacking, needs
-from tests.native.test_run import Lever, interrupt, one_line
 from tests.tiny import tiny_model
 
 PRESETS = ("flash-ar", "chain-sd", "lever")
@@ -74,8 +74,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def lever(folder: Path) -> Lever:
-    return Lever(folder / "home", folder / "bytecode")
+def lever(folder: Path, bytecode: Path) -> Lever:
+    return Lever(folder / "home", bytecode)
 
 
 def words(folder: Path, *more: str | Path, presets: str = ",".join(PRESETS)) -> list[str | Path]:
@@ -143,9 +143,9 @@ def test_without_a_drafting_preset_no_draft_is_needed(lever: Lever, folder: Path
 
 @pytest.mark.parametrize(("kind", "what"), [(WrongLever, "text"), (WrongLogitsLever, "logits")])
 def test_a_preset_that_breaks_the_promise_ends_it_with_1_after_the_figures(
-    folder: Path, kind: type[Lever], what: str
+    folder: Path, bytecode: Path, kind: type[Lever], what: str
 ) -> None:
-    done = kind(folder / "home", folder / "bytecode")(*words(folder, *QUICK, "--json", "-", "-q"))
+    done = kind(folder / "home", bytecode)(*words(folder, *QUICK, "--json", "-", "-q"))
     shown = json.loads(done.stdout)
 
     assert done.returncode == 1

@@ -23,22 +23,12 @@ from typing import Any
 import pyte
 import pytest
 
-from tests.native.test_run import COMMAND, ON_A_DEVICE, Lever, interrupt, notes_until, one_line
+from tests.command import COMMAND, ON_A_DEVICE, Lever, interrupt, notes_until, one_line
 from tests.tiny import tiny_model
 
 MOST_S = 60.0  # that anything on a terminal may take
 A = ("-l", "65+1000")  # an answer of nothing but A
 UP, ALT_ENTER, CTRL_C, CTRL_D, TAB = "\x1b[A", "\x1b\r", "\x03", "\x04", "\t"
-
-
-@pytest.fixture(scope="module")
-def bytecode(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("bytecode")
-
-
-@pytest.fixture
-def lever(tmp_path: Path, bytecode: Path) -> Lever:
-    return Lever(tmp_path / "home", bytecode)
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from lever.policies import Preset, preset
 from lever.sample import Sampler
 from lever.settings import SamplerSettings
 from lever.tokenizer import Tokenizer
+from tests.command import Lever
 from tests.lacking import needs
-from tests.native.test_run import Lever
 from tests.native.test_speculation import (
     AT_THE_BORDER,
     N_VOCAB,
@@ -179,8 +179,7 @@ def test_a_budget_without_room_for_grammars_says_what_they_take(tmp_path: Path) 
         assert list(llm.generate(prompt, GenerationSettings(sampler=SamplerSettings(seed=3), max_new_tokens=5)))
 
 
-def test_the_command_writes_json_that_fits(tmp_path: Path) -> None:
-    lever = Lever(tmp_path / "home", tmp_path / "bytecode")
+def test_the_command_writes_json_that_fits(lever: Lever, tmp_path: Path) -> None:
     path, schema = tiny_model(tmp_path / "m.gguf", n_ff=256, type="Q4_0"), tmp_path / "schema.json"
     schema.write_text(json.dumps(SCHEMA))
     words: list[str | Path] = ["run", path, "Hello", "--temp", "1.5", "-s", "3", "--json-schema-file", schema]

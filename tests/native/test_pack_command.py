@@ -16,9 +16,9 @@ import pytest
 from lever.gguf import read
 from lever.models.cache import stamp
 from lever.weights.reader import CheckedFile
+from tests.command import Lever, one_line
 from tests.fakes import wait_until
 from tests.lacking import lacking
-from tests.native.test_run import Lever, one_line
 from tests.tiny import tiny_model
 
 BLOCK = CheckedFile.BLOCK_BYTES
@@ -41,16 +41,6 @@ class SlowLever(Lever):
     @staticmethod
     def _command(_device: object) -> list[str]:
         return [sys.executable, "-c", SLOWLY]
-
-
-@pytest.fixture(scope="module")
-def bytecode(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("bytecode")
-
-
-@pytest.fixture
-def lever(tmp_path: Path, bytecode: Path) -> Lever:
-    return Lever(tmp_path / "home", bytecode)
 
 
 @pytest.fixture

@@ -11,104 +11,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
 from lever.weights.store import BLOCK, DEPTH
+from tests.command import COMMAND, Lever, interrupt, notes_until, one_line
 from tests.fakes import wait_until
 from tests.lacking import needs
 from tests.tiny import Fields, tiny_fields, tiny_model
 
-ROOT = Path(__file__).parents[2]
-SOURCES = os.pathsep.join((str(ROOT / "src"), str(ROOT)))  # those beside these tests, whatever is installed
-COMMAND = [str(Path(sys.executable).with_name("lever"))]
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # Names that DESIGN.md gives to `lever run --json`.
 STATS = """prompt_tokens new_tokens prefill_s decode_s tokens_per_s cycles tokens_per_cycle drafted verified pruned
 accepted read_bytes read_s read_bytes_per_s direct_io stall_s draft_s draft_hidden_s verify_s project_s python_s exact
 near_ties peak_rss_bytes dram_budget_bytes dram_planned_bytes preset model draft device ggml"""
-
-# The command on a storage device that a test describes, as the arguments of a FakeDevice.
-ON_A_DEVICE = """
-import functools, sys
-import lever.loader
-from lever.cli import main
-from tests.fakes import FakeDevice
-device = FakeDevice(**eval(sys.argv.pop(1)))
-lever.loader.DirectFile = functools.partial(lever.loader.DirectFile, read=device)
-main()
-"""
-
-
-class Lever:
-    """Runs the command: words, what stdin holds, variables."""
-
-    def __init__(self, home: Path, bytecode: Path) -> None:
-        theirs = ("LEVER_", "FORCE_COLOR", "COLUMNS", "PYTHONDONTWRITEBYTECODE")
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
-        self.environment |= {"LEVER_HOME": str(home), "LEVER_THREADS": "1", "PYTHONPATH": SOURCES}
-        self.environment["PYTHONPYCACHEPREFIX"] = str(bytecode)  # compiled once, not for each process
-
-    def __call__(
-        self,
-        *words: str | bytes | Path,
-        stdin: bytes = b"",
-        device: dict[str, Any] | None = None,
-        before: Callable[[], None] | None = None,
-        **more: str,
-    ) -> subprocess.CompletedProcess[bytes]:
-        done = subprocess.run(
-            [*self._command(device), *words],
-            input=stdin,
-            env=self.environment | more,
-            capture_output=True,
-            timeout=120,
-            check=False,
-            preexec_fn=before,
-        )
-        assert b"Traceback" not in done.stderr, done.stderr.decode()
-        return done
-
-    def json(self, *words: str | bytes | Path, **more: Any) -> dict[str, Any]:
-        return self.json_of(0, *words, **more)
-
-    def json_of(self, code: int, *words: str | bytes | Path, **more: Any) -> dict[str, Any]:
-        done = self(*words, "--json", **more)
-        assert done.returncode == code, done.stderr.decode()
-        assert done.stdout.count(b"\n") == 1
-        document: dict[str, Any] = json.loads(done.stdout)
-        return document
-
-    @contextmanager
-    def started(
-        self,
-        *words: str | Path,
-        device: dict[str, Any] | None = None,
-        stdout: int | IO[bytes] = subprocess.PIPE,
-        stderr: int = subprocess.PIPE,
-    ) -> Iterator[subprocess.Popen[bytes]]:
-        """The command while it runs."""
-        process = subprocess.Popen(
-            [*self._command(device), *words],
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            env=self.environment,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # it may be ignored around the tests
-        )
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.communicate()
-
-    @staticmethod
-    def _command(device: dict[str, Any] | None) -> list[str]:
-        return COMMAND if device is None else [sys.executable, "-c", ON_A_DEVICE, repr(device)]
 
 
 def as_no_root() -> None:
@@ -116,16 +34,6 @@ def as_no_root() -> None:
     libc = ctypes.CDLL(None)
     for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH of linux/capability.h
         libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP; refused where there is nothing to drop
-
-
-@pytest.fixture(scope="module")
-def bytecode(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("bytecode")
-
-
-@pytest.fixture
-def lever(tmp_path: Path, bytecode: Path) -> Lever:
-    return Lever(tmp_path / "home", bytecode)
 
 
 @pytest.fixture(scope="module")
@@ -141,21 +49,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(models: Path) -> Path:
     return models / "qwen2.gguf"
-
-
-def interrupt(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """Press Ctrl-C; what came on stdout and stderr until the end, which must come soon."""
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    assert b"Traceback" not in err, err.decode()
-    return out or b"", err or b""
-
-
-def one_line(stderr: bytes) -> str:
-    text = stderr.decode()
-    assert text.count("\n") == 1, text
-    assert text.startswith("lever: ")
-    return text
 
 
 # --- text, JSON and notes -----------------------------------------------------------------------------------
@@ -553,15 +446,6 @@ def test_a_terminal_gets_a_line_that_lives_and_stdout_the_text_alone(
 
 
 # --- Ctrl-C -------------------------------------------------------------------------------------------------
-
-
-def notes_until(process: subprocess.Popen[bytes], text: str) -> None:
-    """Read stderr until a line has `text`."""
-    assert process.stderr is not None
-    for line in process.stderr:
-        if text in line.decode():
-            return
-    raise AssertionError(f"it ended before {text!r}")
 
 
 def test_B2_ctrl_c_while_a_model_is_assembled_leaves_nothing(lever: Lever, tmp_path: Path) -> None:

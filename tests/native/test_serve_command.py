@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
+from tests.command import Lever
 from tests.fakes import wait_until
-from tests.native.test_run import Lever
 
 SLOW: dict[str, Any] = {"delay_s": 0.5}
 WITHOUT = """
@@ -30,16 +30,6 @@ sys.modules["starlette"] = None
 from lever.cli import main
 main()
 """
-
-
-@pytest.fixture(scope="module")
-def bytecode(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("bytecode")
-
-
-@pytest.fixture
-def lever(tmp_path: Path, bytecode: Path) -> Lever:
-    return Lever(tmp_path / "home", bytecode)
 
 
 class Process:

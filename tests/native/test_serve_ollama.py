@@ -15,7 +15,7 @@ import pytest
 
 from lever.server.types import JsonSchema, ResponseFormat
 from tests.asking_ollama import FIGURES, MESSAGES, chat, generate, lines_of, refusal_of
-from tests.native.test_run import Lever
+from tests.command import Lever
 from tests.serving import Serving, read_until, serving
 from tests.tiny import tiny_model
 

@@ -12,7 +12,6 @@ from lever.errors import UsageError
 from lever.llm import LLM, Generation, GenerationSettings
 from lever.loader import ModelSettings
 from lever.opening import Wanted, learn, open_llm, prepare
-from lever.settings import AUTO
 
 log = logging.getLogger(__name__)
 
@@ -21,14 +20,11 @@ log = logging.getLogger(__name__)
 class Question:
     """What is asked of which model."""
 
-    model: str
+    wanted: Wanted
     text: str
     system: str | None = None
     raw: bool = False  # no chat template
-    use_image: bool = True  # the model's flash image, where the cache has one
     use_profile: bool = True  # what is known of this machine, and measured if nothing is
-    draft: str = AUTO  # a small model that guesses ahead; or NONE
-    preset: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +33,13 @@ class Output:
 
     json: bool = False
     quiet: bool = False
-    offline: bool = False
 
 
 def answer(question: Question, settings: ModelSettings, request: GenerationSettings, output: Output) -> int:
     """Print the answer; the exit code."""
     if not question.text and not question.raw:
         raise UsageError("the prompt is empty: there is nothing to answer")
-    wanted = Wanted(question.model, question.draft, question.preset, question.use_image, output.offline)
-    with bar(quiet=output.quiet) as progress, open_llm(wanted, settings, progress) as llm:
+    with bar(quiet=output.quiet) as progress, open_llm(question.wanted, settings, progress) as llm:
         prompt = _encode(llm, question)
         llm.check(prompt)  # before anything large is read
         tuning = prepare(llm, progress, use_profile=question.use_profile)

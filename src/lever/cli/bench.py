@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -121,7 +120,6 @@ def bench(
     from lever.bench import Request, limited, read_prompts
     from lever.cli.comparing import Asked, Cage, Output, compare
     from lever.memory import parse_size
-    from lever.settings import SamplerSettings
 
     if max_tokens < 2:
         raise UsageError(f"max-tokens is {max_tokens}: to measure speed it must be at least 2")
@@ -141,7 +139,8 @@ def bench(
         cage=Cage(words=peer_cage, nbytes=parse_size(peer_cage)) if peer_cage is not None else None,
     )
     settings = o.model_settings(dram, threads, ring, pin=pin, ctx_size=ctx_size, batch_size=batch_size)
-    sampler = SamplerSettings(
+    sampler = o.sampler_settings(
+        seed,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -150,7 +149,6 @@ def bench(
         repeat_last_n=repeat_last_n,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
-        seed=secrets.randbits(32) if seed == -1 else seed,
     )
     output = Output(json=json_file, to_stdout=str(json_file) == STDIN, plot=plot, offline=offline, quiet=quiet)
     raise typer.Exit(compare(asked, settings, Request(max_new_tokens=max_tokens, sampler=sampler), output))

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from lever.cli import options as o
-from lever.cli.run import DEFAULT_MODEL, typed_flags
-from lever.errors import UsageError
-from lever.settings import AUTO, NONE
+from lever.cli.run import choose_model, typed_flags
+from lever.settings import AUTO
 
 
 def chat(
     context: typer.Context,
-    first: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo."),
-    ] = None,
+    first: o.ModelWord = None,
     model: o.ModelFlag = None,
     system: o.System = None,
     dram: o.Dram = "auto",
@@ -63,10 +57,8 @@ def chat(
     """
     from lever.cli.chatting import Setup
     from lever.cli.chatting import chat as talk
-    from lever.opening import Wanted
 
-    if first is not None and "model" in typed_flags(context, "model"):
-        raise UsageError("the model is given twice: use one of MODEL and -m")
+    reference = choose_model(first, model, typed_flags(context, "model"))
     settings = o.model_settings(
         dram,
         threads,
@@ -92,12 +84,14 @@ def chat(
         stops=stop,
         ignore_eos=ignore_eos,
     )
-    wanted = Wanted(
-        next((word for word in (first, model) if word is not None), DEFAULT_MODEL),
-        NONE if no_draft else draft,
-        preset,
-        use_image=not no_image and layout is o.Layout.auto,
+    wanted = o.wanted(
+        reference,
+        draft,
+        no_draft=no_draft,
+        no_image=no_image,
         offline=offline,
+        preset=preset,
+        layout=layout,
     )
     setup = Setup(system, use_profile=not no_profile, keep_history=not no_history, quiet=quiet)
     raise typer.Exit(talk(wanted, settings, request, setup))

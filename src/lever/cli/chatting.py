@@ -74,7 +74,7 @@ def _read_plainly(screen: TextIO) -> str:
         for mark in chain([PROMPT], repeat(MORE)):
             screen.write(mark)
             screen.flush()
-            line = sys.stdin.buffer.readline()
+            line = _line()
             if not line:
                 return
             yield _text(line)
@@ -87,7 +87,7 @@ def _read_plainly(screen: TextIO) -> str:
 
 def piped(talk: Chat) -> int:
     """Take entries from stdin, in lines. An error ends it, and Ctrl-C."""
-    for entry in entries(_lines()):
+    for entry in entries(map(_text, iter(_line, b""))):
         talk.take(entry)
         if talk.interrupted:
             return INTERRUPTED
@@ -96,19 +96,14 @@ def piped(talk: Chat) -> int:
     return 0
 
 
-def _lines() -> Iterator[str]:
-    """Lines of stdin, each as it comes."""
+def _line() -> bytes:
+    """The next line of stdin as soon as it is there; nothing at its end."""
     if sys.stdin is None:
         raise StorageError("stdin is closed: there is nobody to chat with")
-    lines = iter(sys.stdin.buffer)
-    while True:
-        try:
-            line = next(lines)
-        except StopIteration:
-            return
-        except OSError as error:
-            raise StorageError(f"cannot read stdin: {error.strerror}") from error
-        yield _text(line)
+    try:
+        return sys.stdin.buffer.readline()
+    except OSError as error:
+        raise StorageError(f"cannot read stdin: {error.strerror}") from error
 
 
 def _text(line: bytes) -> str:
@@ -184,7 +179,7 @@ class Chat:
         if answer.cancelled and not answer.text:  # nothing of it was kept
             self.say("nothing was answered: all is as it was before")
         else:
-            cut = ["ended by max_tokens"] if answer.finish_reason == "length" and not self._is_full() else []
+            cut = ["ended by max_tokens"] if answer.finish_reason == "length" and not self.conversation.is_full else []
             self.say("; ".join((short_figures(answer.stats), *cut)))
         if self.conversation.shortage is not None:
             note(self.conversation.shortage)
@@ -193,9 +188,6 @@ class Chat:
         self.interrupted = True
         if self._answer is not None:
             self._answer.cancel()
-
-    def _is_full(self) -> bool:
-        return self.conversation.n_tokens >= self.conversation.n_ctx
 
     # Commands
 

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from lever.peer import DRAFT_ROOM, LLAMA_CPP, LlamaCpp, PeerModel, require_gguf,
 from lever.plots import draw_bench, require_matplotlib
 from lever.policies import preset
 from lever.profile import identity_of
+from lever.settings import SAMPLING_NUMBERS
 from lever.trace import Cycle
 
 log = logging.getLogger(__name__)
@@ -256,7 +257,7 @@ def _about(asked: Asked, llm: LLM, request: Request, settings: ModelSettings, us
             "chat_template": llm.template is not None,
             "rounds": asked.rounds,
             "max_new_tokens": request.max_new_tokens,
-            **{f.name: getattr(request.sampler, f.name) for f in fields(request.sampler) if f.name != "logit_bias"},
+            **{name: getattr(request.sampler, name) for name in SAMPLING_NUMBERS},
             "dram_budget_bytes": settings.dram,
             "dram_planned_bytes": loaded.plan.total + RAW_BYTES,
             "pinned_share": loaded.plan.pinned_share,

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lever.errors import UsageError
+from lever.settings import NONE, SamplerSettings
 
 if TYPE_CHECKING:
     from lever.grammar import Grammar
     from lever.llm import GenerationSettings
     from lever.loader import ModelSettings
+    from lever.opening import Wanted
 
 PROMPT, MEMORY, SAMPLING, OUTPUT = "Prompt", "Memory and speed", "Sampling", "Options"
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
@@ -96,6 +98,23 @@ def model_settings(
     )
 
 
+def wanted(
+    model: str,
+    draft: str,
+    *,
+    no_draft: bool,
+    no_image: bool,
+    offline: bool,
+    preset: str | None = None,
+    layout: Layout = Layout.auto,
+) -> Wanted:
+    """What the flags about the model and its draft say. For another layout than its own it is the file, no image."""
+    from lever.opening import Wanted
+
+    use_image = not no_image and layout is Layout.auto
+    return Wanted(model, NONE if no_draft else draft, preset, use_image, offline)
+
+
 def generation_settings(
     *,
     max_tokens: int,
@@ -108,17 +127,20 @@ def generation_settings(
 ) -> GenerationSettings:
     """What the flags about sampling say; `sampling` are those with the names of `SamplerSettings`. Errors as there."""
     from lever.llm import GenerationSettings
-    from lever.settings import SamplerSettings
 
-    bias = parse_logit_bias(logit_bias)
-    seed = secrets.randbits(32) if seed == -1 else seed
     return GenerationSettings(
-        sampler=SamplerSettings(seed=seed, logit_bias=bias, **sampling),
+        sampler=sampler_settings(seed, logit_bias, **sampling),
         max_new_tokens=None if max_tokens == -1 else max_tokens,
         stops=stops,
         ignore_eos=ignore_eos,
         constraint=constraint,
     )
+
+
+def sampler_settings(seed: int, logit_bias: Sequence[str] = (), **sampling: Any) -> SamplerSettings:
+    """How tokens are drawn; `sampling` as above. Errors as there."""
+    bias = parse_logit_bias(logit_bias)
+    return SamplerSettings(seed=secrets.randbits(32) if seed == -1 else seed, logit_bias=bias, **sampling)
 
 
 def parse_logit_bias(items: Sequence[str]) -> dict[int, float]:
@@ -143,10 +165,9 @@ def _speak_up(verbose: bool) -> None:
         logging.getLogger("lever").setLevel(logging.INFO)
 
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo."),
-]
+_MODEL = typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo.")
+ModelArgument = Annotated[str, _MODEL]
+ModelWord = Annotated[str | None, _MODEL]  # where there is a flag for it, too
 ModelFlag = Annotated[
     str | None,
     flag(PROMPT, "-m", "--model", value="MODEL", help=f"The model, if not the first word. {_otherwise('demo')}"),

@@ -9,7 +9,7 @@ import typer
 from lever.cli import options as o
 from lever.cli.console import bar, printable, write_json, write_table
 from lever.cli.run import DEFAULT_MODEL
-from lever.settings import AUTO, NONE
+from lever.settings import AUTO
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,10 +48,10 @@ def plan(
     Exit code: 0 it fits, 3 it does not.
     """
     from lever.errors import DoesNotFit
-    from lever.opening import Wanted, open_llm
+    from lever.opening import open_llm
 
     settings = o.model_settings(dram, threads, ring, pin=pin, ctx_size=ctx_size, batch_size=batch_size)
-    wanted = Wanted(model, NONE if no_draft else draft, None, not no_image, offline)
+    wanted = o.wanted(model, draft, no_draft=no_draft, no_image=no_image, offline=offline)
     # A model that does not fit is refused when it is opened; here it is told what would be needed.
     with bar(quiet=quiet) as progress, open_llm(wanted, settings, progress, ample=True) as llm:
         path = llm.gguf.path

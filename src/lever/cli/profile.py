@@ -10,7 +10,7 @@ import typer
 from lever.cli import options as o
 from lever.cli.console import bar, note, printable, write_json, write_table
 from lever.cli.run import DEFAULT_MODEL
-from lever.settings import AUTO, NONE
+from lever.settings import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -60,14 +60,15 @@ def profile(
     Leave the machine alone meanwhile. Without a profile, lever run makes a quick one by itself.
     """
     from lever.cost import doubts
-    from lever.opening import Wanted, open_llm, steps_of
+    from lever.opening import open_llm, steps_of
     from lever.plots import draw_profile, require_matplotlib
     from lever.profile import FULL, QUICK, identity_of, keep, keep_pair, measure
 
     if plot is not None:
         require_matplotlib(plot)
     settings = o.model_settings(dram, threads, ring)
-    wanted = Wanted(model, NONE if no_draft or storage else draft, None, not no_image, offline)
+    no_draft = no_draft or storage is not None
+    wanted = o.wanted(model, draft, no_draft=no_draft, no_image=no_image, offline=offline)
     scope = QUICK if quick else FULL
     with bar(quiet=quiet) as progress, open_llm(wanted, settings, progress) as llm:
         llm.plan()  # refused now, if the model itself does not fit

@@ -12,7 +12,7 @@ import typer
 from lever.cli import options as o
 from lever.cli.console import read_stdin
 from lever.errors import StorageError, UsageError
-from lever.settings import AUTO, NONE
+from lever.settings import AUTO
 
 if TYPE_CHECKING:
     from lever.grammar import Grammar
@@ -23,10 +23,7 @@ STDIN = "-"
 
 def run(
     context: typer.Context,
-    first: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="A GGUF file, hf:owner/repo[:QUANT], or a name such as demo."),
-    ] = None,
+    first: o.ModelWord = None,
     second: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="What to answer, in quotes; - reads it from stdin.")
     ] = None,
@@ -113,19 +110,11 @@ def run(
         ignore_eos=ignore_eos,
         constraint=constraint,
     )
-    use_image = not no_image and layout is o.Layout.auto
-    text = read_prompt(source)
-    question = Question(
-        reference,
-        text,
-        system,
-        raw=raw,
-        use_image=use_image,
-        use_profile=not no_profile,
-        draft=NONE if no_draft else draft,
-        preset=preset,
+    wanted = o.wanted(
+        reference, draft, no_draft=no_draft, no_image=no_image, offline=offline, preset=preset, layout=layout
     )
-    raise typer.Exit(answer(question, settings, request, Output(json_output, quiet, offline)))
+    question = Question(wanted, read_prompt(source), system, raw=raw, use_profile=not no_profile)
+    raise typer.Exit(answer(question, settings, request, Output(json_output, quiet)))
 
 
 def parse_constraint(
@@ -173,16 +162,21 @@ def choose(
     flags = [value for name, value in (("prompt", prompt), ("file", file)) if name in typed]
     if second is None and ("model" in typed or (model is not None and not flags)):
         first, second = None, first
-    if first is not None and "model" in typed:
-        raise UsageError("the model is given twice: use one of MODEL and -m")
+    reference = choose_model(first, model, typed)
     prompts = [value for value in (second, *flags) if value is not None]
     prompts = prompts or [value for value in (prompt, file) if value is not None]
     if len(prompts) > 1:
         raise UsageError("the prompt is given twice: use one of PROMPT, -p and -f")
     if first is not None and not prompts and any(map(str.isspace, first)) and not Path(first).exists():
         raise UsageError(f"{first!r} is no model: name one before the prompt, or give the prompt with -p")
-    reference = next((word for word in (first, model) if word is not None), DEFAULT_MODEL)
     return reference, prompts[0] if prompts else None
+
+
+def choose_model(word: str | None, flag: str | None, typed: Collection[str]) -> str:
+    """The model, from a word and a flag; `typed` has "model" where the flag is not from a variable."""
+    if word is not None and "model" in typed:
+        raise UsageError("the model is given twice: use one of MODEL and -m")
+    return next((name for name in (word, flag) if name is not None), DEFAULT_MODEL)
 
 
 def read_prompt(source: str | Path | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,12 +12,10 @@ from lever.cli import options as o
 from lever.cli.console import bar, note
 from lever.cli.run import DEFAULT_MODEL
 from lever.errors import StorageError, UsageError
-from lever.settings import AUTO, NONE
+from lever.settings import AUTO
 
 if TYPE_CHECKING:
-    from lever.loader import ModelSettings
-    from lever.opening import Told, Wanted
-    from lever.server.worker import Served, State
+    from lever.server.worker import State
 
 SERVER = "Server"
 HOST, PORT = "127.0.0.1", 8080
@@ -118,11 +116,11 @@ def serve(
         from lever.server.listen import listen, url_of
         from lever.server.listen import serve as serve_app
         from lever.server.service import Service
-        from lever.server.worker import Worker
+        from lever.server.worker import Served, Worker
     except ModuleNotFoundError as error:
         raise UsageError(f"lever serve needs {error.name}: pip install 'lever-llm[serve]'") from error
     from lever.grammar import is_installed
-    from lever.opening import Wanted
+    from lever.opening import open_ready
 
     for flag, seconds in (("--sse-ping-interval", sse_ping_interval), ("--timeout", timeout)):
         if not math.isfinite(seconds):
@@ -141,8 +139,7 @@ def serve(
         layout=layout,
         grammars=is_installed() and not no_grammars,
     )
-    use_image = not no_image and layout is o.Layout.auto
-    wanted = Wanted(model, NONE if no_draft else draft, preset, use_image, offline)
+    wanted = o.wanted(model, draft, no_draft=no_draft, no_image=no_image, offline=offline, preset=preset, layout=layout)
     listening = listen(host, port)
     url, names = url_of(listening), names_of(model, alias)
     gates = Gates(hosts=allowed_hosts(host, allowed_host or []), origins=tuple(cors_origin or []), keys=keys)
@@ -156,7 +153,7 @@ def serve(
                 note(f"ready: {names[0]} answers at {url}")
 
         worker = Worker(
-            lambda told: _opened(wanted, settings, told, use_profile=not no_profile),
+            lambda told: Served(*open_ready(wanted, settings, told, use_profile=not no_profile)),
             progress,
             n_waiting=queue,
             on_change=say,
@@ -171,18 +168,6 @@ def serve(
             )
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
-
-
-def _opened(wanted: Wanted, settings: ModelSettings, told: Told, *, use_profile: bool) -> Served:
-    """In the worker's thread."""
-    from lever.opening import open_llm, prepare
-    from lever.server.worker import Served
-
-    with ExitStack() as stack:
-        llm = stack.enter_context(open_llm(wanted, settings, told))
-        tuning = prepare(llm, told, use_profile=use_profile)
-        stack.pop_all()
-    return Served(llm, tuning)
 
 
 def _keys_of(file: Path | None) -> list[str]:
