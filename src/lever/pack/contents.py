@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from lever import gguf_header
 from lever.arch import ModelConfig, layer_tensors
 from lever.errors import StorageError, UsageError
 from lever.ggml import Library
@@ -22,8 +22,7 @@ from lever.weights.reader import CheckedFile
 
 BLOCK = CheckedFile.BLOCK_BYTES
 Q4_0, I64 = TYPE_IDS["Q4_0"], TYPE_IDS["I64"]
-GGUF_VERSION, ALIGNMENT = 3, 64
-UINT32, STRING, ARRAY, UINT64 = 4, 8, 9, 10  # value types of GGUF
+ALIGNMENT = 64
 
 Type = Literal["keep", "q4_0"]
 
@@ -141,16 +140,16 @@ def _metadata(ggml: Library, gguf: GGUF, settings: PackSettings, name: str, sha2
     places = {key: at for key, at in gguf.places.items() if key not in changed and not key.startswith(KEY)}
     values = _read_places(gguf.files[0], list(places.values()))
     return [
-        ("general.architecture", _string_value(IMAGE_PREFIX + gguf.architecture)),
-        ("general.alignment", struct.pack("<II", UINT32, ALIGNMENT)),
+        ("general.architecture", gguf_header.text(IMAGE_PREFIX + gguf.architecture)),
+        ("general.alignment", gguf_header.uint32(ALIGNMENT)),
         *zip(places, values, strict=True),
-        (f"{KEY}version", struct.pack("<II", UINT32, VERSION)),
-        (f"{KEY}type", _string_value(settings.type)),
-        (f"{KEY}layout", _string_value(settings.layout)),
-        (f"{KEY}ggml", _string_value(ggml.version_text)),
-        (f"{KEY}source.name", _string_value(name)),
-        (f"{KEY}source.bytes", struct.pack("<IQ", UINT64, gguf.size)),
-        (f"{KEY}source.sha256", _string_value(sha256)),
+        (f"{KEY}version", gguf_header.uint32(VERSION)),
+        (f"{KEY}type", gguf_header.text(settings.type)),
+        (f"{KEY}layout", gguf_header.text(settings.layout)),
+        (f"{KEY}ggml", gguf_header.text(ggml.version_text)),
+        (f"{KEY}source.name", gguf_header.text(name)),
+        (f"{KEY}source.bytes", gguf_header.uint64(gguf.size)),
+        (f"{KEY}source.sha256", gguf_header.text(sha256)),
     ]
 
 
@@ -171,30 +170,10 @@ def _layouts(ggml: Library, entries: Sequence[Entry]) -> list[tuple[str, bytes]]
     repacked = [entry for entry in entries if entry.repacked]
     kinds = sorted({entry.kind for entry in repacked})
     return [
-        (f"{KEY}layouts", _strings([f"{TYPES[kind].name}={fingerprint(ggml, kind)}" for kind in kinds])),
-        (f"{KEY}repacked", _strings([entry.name for entry in repacked])),
+        (f"{KEY}layouts", gguf_header.texts([f"{TYPES[kind].name}={fingerprint(ggml, kind)}" for kind in kinds])),
+        (f"{KEY}repacked", gguf_header.texts([entry.name for entry in repacked])),
     ]
 
 
 def _header(pairs: Sequence[tuple[str, bytes]], entries: Sequence[Entry], start: int) -> bytes:
-    """The header of a GGUF whose data begins at `start`."""
-    parts = [b"GGUF", struct.pack("<IQQ", GGUF_VERSION, len(entries), len(pairs))]
-    parts += [_string(key) + value for key, value in pairs]
-    for tensor in (entry.tensor for entry in entries):
-        n = len(tensor.shape)
-        place = struct.pack(f"<I{n}QIQ", n, *tensor.shape, tensor.type, max(tensor.offset - start, 0))
-        parts.append(_string(tensor.name) + place)
-    return b"".join(parts)
-
-
-def _string(text: str) -> bytes:
-    raw = text.encode(errors="backslashreplace")  # bytes of a file's name may be no UTF-8
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def _string_value(text: str) -> bytes:
-    return struct.pack("<I", STRING) + _string(text)
-
-
-def _strings(texts: Sequence[str]) -> bytes:
-    return struct.pack("<IIQ", ARRAY, STRING, len(texts)) + b"".join(map(_string, texts))
+    return gguf_header.encoded(pairs, [entry.tensor for entry in entries], start)
