@@ -39,7 +39,7 @@ from lever.sample import top2_gap
 from lever.settings import TreeAttention
 from lever.stats import RunStats
 
-Forward = Callable[[Sequence[int], Sequence[int], Callable[[int], None]], None]
+Forward = Callable[[Sequence[int], Sequence[int], Callable[[int], None]], Sequence[int]]
 
 CYCLE_S = 0.45  # a streamed cycle of the demo, to take shares of
 BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from lever.draft import Draft
 from lever.errors import StorageError
-from lever.model import Model, ModelStats
+from lever.model import Model, ModelStats, Thinning
 from lever.pages import PAGE
 from lever.policies import Preset, Situation
 from lever.tree import IN_TEXT, DraftTree, Rerooted
@@ -264,7 +264,9 @@ class ScriptedTarget:
         tokens: Sequence[int],
         parents: Sequence[int],
         after_layer: Callable[[int], None] = lambda _layer: None,
+        thinning: Thinning | None = None,
     ) -> None:
+        assert thinning is None
         assert 1 < len(tokens) <= self.shape.n_tree
         self._pass(len(tokens), after_layer)
         self._paths = []

@@ -14,7 +14,7 @@ from lever.machine import performance_cores
 from lever.memory import parse_size
 from lever.opening import Silent, Told, Wanted, learn, open_ready
 from lever.owner import Owner
-from lever.settings import AUTO, SamplerSettings
+from lever.settings import AUTO, Prune, SamplerSettings
 
 REQUEST = {  # options of an answer that are not about drawing, and their names in GenerationSettings
     "max_tokens": "max_new_tokens",
@@ -65,6 +65,8 @@ class LLM(Owner):
         dram: str | int = "auto",
         draft: str | PathLike[str] = AUTO,
         preset: str | None = None,
+        predictor: str | PathLike[str] = AUTO,
+        prune: Prune = "auto",
         pin: float | None = None,
         n_ctx: int | None = None,
         n_threads: int | None = None,
@@ -88,7 +90,7 @@ class LLM(Owner):
             n_threads=n_threads if n_threads is not None else len(performance_cores()),
             grammars=grammars,
         )
-        wanted = Wanted(fspath(model), fspath(draft), preset, use_image, offline)
+        wanted = Wanted(fspath(model), fspath(draft), preset, use_image, offline, fspath(predictor), prune)
         self._newest: Generation | None = None
         try:
             self._llm, self._tuning = open_ready(wanted, settings, told, use_profile=use_profile)

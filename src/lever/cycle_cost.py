@@ -124,7 +124,11 @@ class CycleCost:
     @property
     def waits_for_reads(self) -> bool:
         """Whether a plain pass does, so that a few rows more take no longer."""
-        return (self._read.value or 0.0) >= self._compute_s(1, self.threads(1))
+        return self.waits_for_reads_of(1)
+
+    def waits_for_reads_of(self, rows: int) -> bool:
+        """Likewise a pass with so many rows."""
+        return (self._read.value or 0.0) >= self._compute_s(rows, self.threads(rows))
 
     @property
     def must_be_plain(self) -> bool:
@@ -138,13 +142,26 @@ class CycleCost:
         """Whether the pass that comes has its number of threads for a trial, whose time tells of that alone."""
         return self._trying
 
-    def observe_pass(self, rows: int, seconds: float, compute_s: float, read_s: float, threads: int = 1) -> None:
-        """A pass over the target's layers: its time, that inside ggml, and that with reads in flight."""
+    def observe_pass(
+        self,
+        rows: int,
+        seconds: float,
+        compute_s: float,
+        read_s: float,
+        threads: int = 1,
+        whole: Mapping[int, float] | None = None,
+    ) -> None:
+        """A pass over the target's layers: its time, that inside ggml, and that with reads in flight.
+
+        Of one that was thinned on its way, `whole` has the time inside ggml that all layers would have taken, by rows.
+        """
         self._n_passes += 1
         self._knows_plain |= rows == 1
         self._passes.clear()
         self._last[threads] = self._n_passes
-        self._compute.setdefault(threads, self._foresight.compute(threads)).observe(rows, compute_s)
+        times = self._compute.setdefault(threads, self._foresight.compute(threads))
+        for n, of_all_layers_s in (whole or {rows: compute_s}).items():
+            times.observe(n, of_all_layers_s)
         for other in [count for count, last in self._last.items() if self._n_passes - last > FORGOTTEN]:
             del self._compute[other], self._last[other]  # it may have been somebody else's fault: try again
         if self._n_passes - self._last_draft > FORGOTTEN:
@@ -197,6 +214,12 @@ class CycleCost:
     def pass_s(self, rows: int) -> float:
         """Of a pass with so many rows: reading and computing at once, and what neither hides."""
         return self._pass(rows)[1]
+
+    def thinned_s(self, rows: int, kept: int, share: float) -> float:
+        """Of a pass with so many rows, of which so many are kept behind this share of the layers."""
+        threads = self.threads(rows)
+        compute_s = share * self._compute_s(rows, threads) + (1 - share) * self._compute_s(kept, threads)
+        return at_once(self._read.value or 0.0, compute_s) + (self._rest.value or 0.0)
 
     def draft_s(self, nodes: int) -> float:
         """Of a draft step that expands so many nodes."""

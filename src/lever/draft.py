@@ -90,6 +90,18 @@ class Draft:
         for row, (node, logits) in enumerate(zip(nodes, self._logits(tokens, first, depths, visible), strict=True)):
             tree.expand(node, first + row, self._candidates(logits, temperature, trust))
 
+    def along(self, text: Sequence[int], start: int) -> Iterator[list[tuple[int, float]]]:
+        """What may follow each token of a text in turn, from the one at `start` on: tokens and their probabilities."""
+        self.read(text[:start])
+        n_batch, n_logits = self.model.shape.n_batch, self.model.shape.n_logits
+        for first in range(start, len(text), n_batch):
+            part = text[first : first + n_batch]
+            self.model.forward(self._readable(part))
+            self._text += part
+            for row in range(0, len(part), n_logits):
+                for logits in self.model.project(range(row, min(row + n_logits, len(part)))):
+                    yield self._likeliest(logits, 0.0)
+
     def follow(self, rerooted: Rerooted, new_text: Sequence[int]) -> None:
         """The target has gone on: `new_text` tokens, of which the draft has seen the first few."""
         slots = [*rerooted.text_slots, *rerooted.tree_slots]

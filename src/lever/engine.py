@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +16,22 @@ from lever.figures import Clock, Figures, Trace
 from lever.guess import Guess, Guesser
 from lever.model import Model
 from lever.policies import Preset, preset
+from lever.pruner import Pruning
 from lever.request import Complete, Draw, Run, Step, check_prompt
 from lever.stats import RunStats
 from lever.threads import ThreadChooser, relative
 from lever.trace import Cycle
 from lever.tree import DraftTree, TreeRows, depth_first
 from lever.weights.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The rows that came through a pass, nodes that were pruned on its way, and whether its rows lie as a tree's."""
+
+    rows: TreeRows
+    pruned: Sequence[int] = ()
+    as_tree: bool = False
 
 
 class Engine:
@@ -38,18 +49,20 @@ class Engine:
         draft: Draft | None = None,
         policy: Preset | None = None,
         foretold: Foretold | None = None,
+        pruning: Pruning | None = None,
     ) -> None:
         """With `n_threads` at most; `start_threads` is what the first passes for a token get.
 
         A policy that drafts does so from the text alone where there is no draft, if it is one that looks there.
-        `foretold` are the costs of a cycle as far as they are known beforehand.
+        `foretold` are the costs of a cycle as far as they are known beforehand. Passes are thinned with `pruning` for
+        policies that do so.
         """
         self._model = model
         self._store = store
         self._draft = draft
         self._policy = policy or preset("flash-ar" if draft is None else "lever")
         self._threads = n_threads, start_threads
-        self._foretold = foretold
+        self._foretold, self._pruning = foretold, pruning
         # Where the draft goes on beside a pass, it has a core to itself.
         beside = draft is not None and self._policy.meanwhile is not None
         self._cost = CycleCost(max(n_threads - beside, 1), foretold)
@@ -58,7 +71,14 @@ class Engine:
         start = start_threads or (1 if store.streamed else n_threads)
         self._pass_threads = ThreadChooser(start, n_threads)
         self._project_threads = ThreadChooser(*self._cost.project_threads)
-        self._guesser = Guesser(draft, self._policy, self._cost, lambda: model.most_rows, self._layer_threads)
+        self._guesser = Guesser(
+            draft,
+            self._policy,
+            self._cost,
+            lambda: model.most_rows,
+            self._layer_threads,
+            pruning.pruner(model, self._cost) if pruning is not None else None,
+        )
         self._cached: list[int] = []
         # The newest one, in a list that engines beside each other share: with one KV cache, older ones cannot go on.
         self._requests = [0]
@@ -68,7 +88,13 @@ class Engine:
         either ends that of the other.
         """
         other = Engine(
-            self._model, self._store, *self._threads, draft=self._draft, policy=policy, foretold=self._foretold
+            self._model,
+            self._store,
+            *self._threads,
+            draft=self._draft,
+            policy=policy,
+            foretold=self._foretold,
+            pruning=self._pruning,
         )
         other._cached, other._requests = self._cached, self._requests
         return other
@@ -117,8 +143,8 @@ class Engine:
             self._only_newest(run)
             run.begin_cycle()
             guess = self._guesser.guess(run, tree)
-            rows = self._verify(run, guess)
-            accepted: list[int] = []
+            verified = self._verify(run, guess)
+            rows, accepted = verified.rows, list[int]()
             try:
                 for step, row in self._walk(run, guess, rows):
                     if row:
@@ -127,8 +153,8 @@ class Engine:
                     yield step
             finally:  # also when nobody wants the rest: the cache agrees with the text
                 if run.request == self._requests[0]:  # else it holds another one by now
-                    self._keep(rows, accepted)
-            trace.end(guess.tree, rows, accepted)
+                    self._keep(verified, accepted)
+            trace.end(guess.tree, rows, accepted, verified.pruned)
             self._guesser.learn(run, guess, len(rows.nodes))
             if run.request == self._requests[0]:
                 tree = self._guesser.rerooted(run, guess, [rows.nodes[row] for row in accepted])
@@ -139,9 +165,9 @@ class Engine:
 
     # One cycle: guess (`lever.guess`), verify, walk, keep, learn, reroot
 
-    def _verify(self, run: Run, guess: Guess) -> TreeRows:
+    def _verify(self, run: Run, guess: Guess) -> Verified:
         """One pass of the target over the nodes that are worth it."""
-        rows = self._guesser.select(run, guess.tree)
+        rows, thinned = self._guesser.select(run, guess)
         clock, model, store = Clock(self._store), self._model, self._store
         compute_s, read_s = model.stats.layers_s, store.stats.read_s
         plain = not self._policy.drafts
@@ -157,22 +183,30 @@ class Engine:
             if len(rows.nodes) == 1:
                 model.forward(rows.tokens, after_layer)
             else:
-                model.forward_tree(rows.tokens, rows.parents, after_layer)
+                model.forward_tree(rows.tokens, rows.parents, after_layer, thinned.thinning if thinned else None)
         seconds, stall_s = clock.lap()
         run.cycle_s += seconds
         if plain:
             self._pass_threads.observe(seconds, stall_s)
         compute_s, read_s = model.stats.layers_s - compute_s, store.stats.read_s - read_s
-        self._cost.observe_pass(len(rows.nodes), seconds, compute_s, read_s, model.n_threads)
+        n, verified, whole = len(rows.nodes), Verified(rows, as_tree=len(rows.nodes) > 1), None
+        if thinned is not None:
+            seconds, whole = seconds - thinned.score_s, thinned.whole(compute_s)
+            verified = Verified(rows.only(thinned.kept), thinned.pruned, as_tree=True)
+            run.stats.pruned_cycles += 1
+            run.stats.prune_s += thinned.score_s
+        self._cost.observe_pass(n, seconds, compute_s, read_s, model.n_threads, whole)
         run.stats.cycles += 1
-        run.stats.verified += len(rows.nodes) - 1
-        run.stats.plain_cycles += len(rows.nodes) == 1
-        if len(rows.nodes) > 1 and not model.finite(len(rows.nodes)):
+        run.stats.verified += n - 1
+        run.stats.plain_cycles += n == 1
+        if verified.as_tree and not model.finite(len(verified.rows.nodes)):
             # Keys or values of a candidate overflowed: masked, they still make sums of other rows that are no numbers.
             model.kv.truncate(model.kv.length)  # they may lie behind the text
-            rows = depth_first(guess.tree, [0])
-            model.forward(rows.tokens, after_layer)
-        return rows
+            root = depth_first(guess.tree, [0])
+            model.forward(root.tokens, after_layer)
+            return Verified(root)
+        run.stats.pruned += len(verified.pruned)
+        return verified
 
     def _walk(self, run: Run, guess: Guess, rows: TreeRows) -> Iterator[tuple[Step, int]]:
         """The target's own tokens along the tree, each with the row it was drawn behind (0: the root's).
@@ -230,12 +264,12 @@ class Engine:
         run.cycle_s += seconds
         return dict(zip(path, logits, strict=True))
 
-    def _keep(self, rows: TreeRows, accepted: Sequence[int]) -> None:
-        """The root and the accepted rows are in the cache now; a single row is there already."""
+    def _keep(self, verified: Verified, accepted: Sequence[int]) -> None:
+        """The root and the accepted rows are in the cache now; a row that was no tree's is there already."""
         path = [0, *accepted]
-        if len(rows.nodes) > 1:
+        if verified.as_tree:
             self._model.keep(path)
-        self._cached.extend(rows.tokens[row] for row in path)
+        self._cached.extend(verified.rows.tokens[row] for row in path)
 
     def _prefill(self, run: Run, on_prefill: Callable[[int], None]) -> NDArray[np.float32]:
         """Rows for the part of the prompt that is not cached; the logits after its last token."""

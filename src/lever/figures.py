@@ -39,6 +39,10 @@ class Trace:
         self._marks: list[Mark] = []
         self._started = self._lap = self._compute_s = 0.0
 
+    @property
+    def _computed_s(self) -> float:
+        return self._model.stats.layers_s + self._model.stats.scores_s
+
     def begin(self) -> None:
         """A cycle begins."""
         self._marks, self.drafted = [], 0
@@ -46,7 +50,7 @@ class Trace:
 
     def lap(self) -> float:
         """The time, from which the next layer counts."""
-        self._lap, self._compute_s = time.perf_counter(), self._model.stats.layers_s
+        self._lap, self._compute_s = time.perf_counter(), self._computed_s
         return self._lap
 
     def mark(self, what: Literal["draft", "layer", "project"], start: float, compute_s: float = 0.0) -> float:
@@ -59,13 +63,14 @@ class Trace:
     def layer(self) -> None:
         """The target has done a layer."""
         if self._on_cycle is not None:
-            self.mark("layer", self._lap, self._model.stats.layers_s - self._compute_s)
+            self.mark("layer", self._lap, self._computed_s - self._compute_s)
             self.lap()
 
-    def end(self, tree: DraftTree, rows: TreeRows, accepted: Sequence[int]) -> None:
+    def end(self, tree: DraftTree, rows: TreeRows, accepted: Sequence[int], pruned: Sequence[int]) -> None:
         """The cycle has ended."""
         if self._on_cycle is not None:
-            self._on_cycle(Cycle(tree, rows, tuple(accepted), self.drafted, self._started, tuple(self._marks)))
+            marks = tuple(self._marks)
+            self._on_cycle(Cycle(tree, rows, tuple(accepted), self.drafted, self._started, marks, tuple(pruned)))
 
 
 class Figures:
@@ -88,7 +93,7 @@ class Figures:
         model, store = self._model.stats, self._store.stats
         return (
             time.perf_counter(),
-            model.layers_s,
+            model.layers_s + model.scores_s,
             model.projection_s,
             store.stall_s + model.embedding_s,
             store.read_s,

@@ -13,6 +13,7 @@ from lever.cycle_cost import CycleCost
 from lever.draft import Draft
 from lever.lookup import Match, Record, find, tree_of
 from lever.policies import Preset, Situation, most_worth, rate
+from lever.pruner import Pruner, Thinned
 from lever.request import Run
 from lever.threads import ThreadChooser, relative
 from lever.tree import DraftTree, TreeRows, depth_first, reroot
@@ -40,6 +41,7 @@ class Guesser:
         cost: CycleCost,
         most_rows: Callable[[], int],
         reading_threads: ThreadChooser,
+        pruner: Pruner | None = None,
     ) -> None:
         """`most_rows` of a tree's pass as things are; the draft reads text with the threads of wide passes."""
         self._draft = draft if policy.drafts else None
@@ -47,6 +49,7 @@ class Guesser:
         self.cost = cost
         self._most_rows = most_rows
         self._reading_threads = reading_threads
+        self._pruner = pruner if policy.prunes else None
         self._threads = ThreadChooser(*cost.draft_threads)
         self._worth, self._reliability, self._matches = Worth(), Reliability(), Record()
 
@@ -72,9 +75,18 @@ class Guesser:
         self._grow(run, tree, self._draft)
         return Guess(tree, match)
 
-    def select(self, run: Run, tree: DraftTree) -> TreeRows:
-        """The rows that are worth the target's pass."""
-        return depth_first(tree, self._policy.select(self._situation(run, tree)))
+    def select(self, run: Run, guess: Guess) -> tuple[TreeRows, Thinned | None]:
+        """The rows that are worth the target's pass, and how it is thinned, where it shall be.
+
+        What the text itself says may follow has no other candidates beside it, so that scores say nothing of it.
+        """
+        now, tree = self._situation(run, guess.tree), guess.tree
+        nodes = self._policy.select(now)
+        if self._pruner is None or guess.looked_up:
+            return depth_first(tree, nodes), None
+        nodes, thin = self._pruner.select(now, nodes, widen=self._policy.select is most_worth)
+        rows = depth_first(tree, nodes)
+        return rows, self._pruner.thinned(tree, rows, run.drafted_s) if thin else None
 
     @contextmanager
     def going_on(self, run: Run, tree: DraftTree) -> Iterator[None]:

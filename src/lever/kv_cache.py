@@ -110,6 +110,17 @@ class KVCache(Owner):
             self._moved = next((self.length + n for n in range(n_text) if slots[n] != n), None)
         self.length += n_text
 
+    def compact(self, rows: Sequence[int], n_layers: int) -> None:
+        """Only these rows of the tree go on: in the first layers, which have them all, they move to the front."""
+        chosen, n = list(rows), len(rows)
+        if self.n_nodes:
+            self._node_keys[:n_layers, :n] = self._node_keys[:n_layers, chosen]
+            self._node_values[:n_layers, :n] = self._node_values[:n_layers, chosen]
+            return
+        behind = [self.length + row for row in chosen]
+        self._keys[:n_layers, self.length : self.length + n] = self._keys[:n_layers, behind]
+        self._values[:n_layers, :, self.length : self.length + n] = self._values[:n_layers, :, behind]
+
     def truncate(self, length: int) -> None:
         """Keep only the first `length` rows. What lies behind them becomes zeros.
 

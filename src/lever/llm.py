@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from lever.companion import LOGITS, PART, TREE_ROWS, Companion
 from lever.cycle_cost import Foretold
 from lever.draft import Draft
 from lever.engine import Engine
-from lever.errors import Cancelled, TemplateError, UsageError
+from lever.errors import Cancelled, DoesNotFit, TemplateError, UsageError
 from lever.ggml import load
 from lever.gguf import GGUF
 from lever.grammar import Grammar, GrammarConstraint, Vocabulary, nbytes
@@ -24,9 +25,12 @@ from lever.loader import GRAMMAR, PYTHON, LoadedModel, ModelSettings, Progress, 
 from lever.memory import Ledger, peak_rss_bytes, release_unused, rss_bytes
 from lever.owner import Owner
 from lever.policies import preset
+from lever.predictor import Predictor, Translator
+from lever.pruner import Pruning, paper_rule
 from lever.request import FinishReason, Step, check_prompt
 from lever.sample import Sampler, logprob, top_logprobs
-from lever.settings import LOOKUP, SamplerSettings
+from lever.scores import Scores
+from lever.settings import LOOKUP, Prune, SamplerSettings
 from lever.stats import RunStats
 from lever.text import StopMatcher
 from lever.tokenizer import StreamDecoder, Tokenizer
@@ -37,6 +41,7 @@ from lever.workspace import ModelShape
 log = logging.getLogger(__name__)
 
 MOST_LOGPROBS = 20  # as OpenAI has it
+PREDICTOR = "predictor"  # of the plan
 # Lists that only the tokenizer needs; they weigh tens of megabytes as Python objects.
 VOCABULARY_KEYS = ("tokens", "merges", "scores", "token_type")
 
@@ -85,12 +90,15 @@ class LLM(Owner):
         draft_name: str = "",
         lookup: bool = False,
         policy: str | None = None,
+        predictor: Predictor | None = None,
+        prune: Prune = "auto",
     ) -> None:
         """Read the file's header and build the tokenizer: enough to encode prompts. Errors as in `lever.errors`.
 
         `draft` is a small model of the same vocabulary that guesses ahead; with `lookup` and without a draft, guesses
-        come from the text alone; `policy` is the name of a preset. None of these changes the text. DoesNotFit before
-        the tokenizer is built, which takes a hundred megabytes for a moment.
+        come from the text alone; `policy` is the name of a preset; a `predictor` thins the draft's trees in the middle
+        of a pass, as `prune` says. None of these changes the text. DoesNotFit before the tokenizer is built, which
+        takes a hundred megabytes for a moment.
         """
         self.name = name or str(path)
         self.draft_name = draft_name or str(draft) if draft is not None else LOOKUP if lookup else None
@@ -99,6 +107,9 @@ class LLM(Owner):
         if self.policy.drafts and draft is None and not (lookup and self.policy.adaptive):
             raise UsageError(f"the preset {self.policy.name} needs a draft: give a model with --draft")
         self.gguf, self.config, self.tokenizer, self._companion = _read(path, self._with_trees(settings), draft)
+        self.prune: Prune = prune
+        self._predictor = predictor if draft is not None and prune != "off" else None
+        self._scores: Scores | None = None
         self.foretold: Foretold | None = None  # what the engine, made at the first answer, knows beforehand
         self._loaded: LoadedModel | None = None
         self._vocabulary: Vocabulary | None = None  # made for the first answer that obeys a grammar
@@ -110,17 +121,45 @@ class LLM(Owner):
         """
         gc.collect()  # the header's lists, before the plan counts the memory in use
         settings = settings or self.settings
-        beside = _beside(self._companion if draft else None, rss_bytes())
-        return plan(load(), self.gguf, self.config, self._with_trees(settings) if draft else settings, beside)
+        return self._planned(self._with_trees(settings), rss_bytes())[0] if draft else self._plan(settings, {})
+
+    def _planned(self, settings: ModelSettings, python: int) -> tuple[tuple[ModelShape, Plan], dict[str, int]]:
+        """The plan with all that is beside the target, and that; without the predictor, where it is of no use, or where
+        its place would cut the context.
+        """
+        beside = _beside(self._companion, python)
+        shape, found = self._plan(settings, beside)
+        if self._predictor is None:
+            return (shape, found), beside
+        with suppress(DoesNotFit):
+            with_it = {**beside, PREDICTOR: self._predictor_nbytes}
+            its_shape, its_plan = self._plan(settings, with_it)
+            if its_shape == shape and its_plan.pinned.issuperset(its_plan.units.projection):
+                return (its_shape, its_plan), with_it
+        return (shape, found), beside
+
+    def _plan(self, settings: ModelSettings, beside: Mapping[str, int]) -> tuple[ModelShape, Plan]:
+        return plan(load(), self.gguf, self.config, settings, beside)
+
+    @functools.cached_property
+    def _predictor_nbytes(self) -> int:
+        return Scores.nbytes(load(), self.config, self._with_trees(self.settings).n_tree)
 
     def _with_trees(self, settings: ModelSettings) -> ModelSettings:
         """With room for trees, where anything guesses."""
-        return settings if self.draft_name is None else replace(settings, n_tree=TREE_ROWS, n_logits=LOGITS)
+        if self.draft_name is None:
+            return settings
+        return replace(settings, n_tree=settings.n_tree or TREE_ROWS, n_logits=LOGITS)
 
     @property
     def companion(self) -> Companion | None:
         """The draft's place beside the target."""
         return self._companion
+
+    @property
+    def translator(self) -> Translator | None:
+        """Of the predictor, the part that is used, if there is one."""
+        return None if self._predictor is None else self._predictor.best
 
     def load(self, progress: Progress | None = None, settings: ModelSettings | None = None) -> LoadedModel:
         """Plan, allocate, and read what is pinned; `generate` does it if nobody has.
@@ -131,14 +170,25 @@ class LLM(Owner):
             gc.collect()
             release_unused()
             settings, python = self._with_trees(settings or self.settings), rss_bytes()
-            beside = _beside(self._companion, python)
-            plan(load(), self.gguf, self.config, settings, beside)  # before the draft is loaded: it may not fit
+            _, beside = self._planned(settings, python)  # before the draft is loaded: it may not fit
+            if self._predictor is not None and PREDICTOR not in beside:
+                log.warning("not pruning: the budget does not hold the predictor and the output projection as well")
+                self._predictor = None
             if self._companion is not None:
                 self._companion.load(python, progress)
             self._loaded = LoadedModel(
                 self.gguf, self.config, settings, beside=beside, python=python, progress=progress
             )
         return self._loaded
+
+    def _pruning(self, loaded: LoadedModel) -> Pruning | None:
+        """What thins passes, opened once."""
+        if self._predictor is None:
+            return None
+        predictor, best = self._predictor, self._predictor.best
+        if self._scores is None:
+            self._scores = loaded.open_scores(lambda into: predictor.read_matrix(best, into))
+        return Pruning(self._scores, best, paper_rule(best) if self.prune == "paper" else None)
 
     @property
     def loaded(self) -> LoadedModel:
@@ -160,6 +210,7 @@ class LLM(Owner):
             draft=draft,
             policy=self.policy,
             foretold=self.foretold,
+            pruning=self._pruning(loaded),
         )
 
     def encode_raw(self, text: str) -> list[int]:
@@ -203,6 +254,8 @@ class LLM(Owner):
     def close(self) -> None:
         """Give everything back. Safe to call twice."""
         self._vocabulary = None
+        if self._scores is not None:
+            self._scores.close()
         if self._loaded is not None:
             self._loaded.close()
         if self._companion is not None:
@@ -254,6 +307,8 @@ class LLM(Owner):
             n_ctx=loaded.shape.n_ctx,
             seed=seed,
             preset=self.policy.name,
+            prune="off" if self._predictor is None else self.prune,
+            predictor=None if self._predictor is None else str(self._predictor.path),
             model=self.name,
             draft=self.draft_name,
             ggml=loaded.ggml.version_text,

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lever.arch import ModelConfig
 from lever.errors import DoesNotFit, UsageError
 from lever.ggml import Library, load
+from lever.ggml.layout import takes_repacked
 from lever.ggml.probe import row_multiple
 from lever.gguf import GGUF, IMAGE_CHECKSUMS
 from lever.grammar import nbytes as grammar_nbytes
@@ -19,6 +23,7 @@ from lever.memory import Ledger, does_not_fit, release_unused, rss_bytes
 from lever.model import Model
 from lever.owner import Owner
 from lever.pages import PAGE
+from lever.scores import Scores
 from lever.settings import TreeAttention
 from lever.sizing import compute_nbytes
 from lever.steps import Steps
@@ -139,6 +144,23 @@ class LoadedModel(Owner):
     def layout(self) -> str:
         """What the kernels find: "plain" or "repacked"."""
         return self.image.layout if self.image is not None else "repacked" if self._repacked else "plain"
+
+    @property
+    def projection_in_memory(self) -> bool:
+        """Whether the output projection is never streamed."""
+        return self.plan.pinned.issuperset(self.units.projection)
+
+    def open_scores(self, fill: Callable[[NDArray[np.float16]], None]) -> Scores:
+        """Scores by the translator that `fill` writes (`lever.scores`), of a model whose projection is in memory.
+
+        The caller closes them before the model, and has reserved their bytes.
+        """
+        table = self.units.units[self.units.projection[0]].places[0].tensor
+        if self.image is not None:
+            return self.model.open_scores(fill, repacked=table.name in self.image.repacked)
+        return self.model.open_scores(
+            fill, repacked=self._repacked and takes_repacked(self.ggml, table.type, table.shape)
+        )
 
     def close(self) -> None:
         """Free everything. Safe to call twice."""

@@ -16,6 +16,7 @@ from lever.ggml import Backend, Context, GraphAllocator, Library
 from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE, KVCache
 from lever.owner import Owner
 from lever.pages import round_up
+from lever.scores import Scores
 from lever.sizing import wide_graphs
 from lever.steps import Steps
 from lever.transformer import F32_BYTES, Rows, Run, Transformer, graph_nodes, graph_tensors
@@ -30,8 +31,20 @@ class ModelStats:
     """Figures since the model was opened."""
 
     layers_s: float = 0.0  # inside ggml, embedding and layers
+    scores_s: float = 0.0  # of rows in the middle of passes
     projection_s: float = 0.0  # inside ggml, final norm and output projection
     embedding_s: float = 0.0  # waiting for rows of the embedding table
+
+
+AfterLayer = Callable[[int], None]  # told of each layer that is done, while the next one is read
+
+
+@dataclass(frozen=True, slots=True)
+class Thinning:
+    """Asked behind a layer which rows of a tree go on: in their order, the root and the parents of all among them."""
+
+    layer: int
+    choose: Callable[[], Sequence[int]]
 
 
 class Model(Owner):
@@ -84,7 +97,7 @@ class Model(Owner):
     def n_threads(self, count: int) -> None:
         self._backend.n_threads = count
 
-    def forward(self, tokens: Sequence[int], after_layer: Callable[[int], None] = lambda _layer: None) -> None:
+    def forward(self, tokens: Sequence[int], after_layer: AfterLayer = lambda _layer: None) -> None:
         """One pass over the layers for up to n_batch tokens, which come behind those in the cache.
 
         `after_layer` is called with the number of each layer that is done, while the next one is read. ContextOverflow
@@ -100,15 +113,17 @@ class Model(Owner):
         self,
         tokens: Sequence[int],
         parents: Sequence[int],
-        after_layer: Callable[[int], None] = lambda _layer: None,
-    ) -> None:
-        """One pass over the layers for a tree of up to n_tree tokens that comes behind the cache.
+        after_layer: AfterLayer = lambda _layer: None,
+        thinning: Thinning | None = None,
+    ) -> Sequence[int]:
+        """One pass over the layers for a tree of up to n_tree tokens that comes behind the cache; the rows that came
+        through it, which from then on are numbered 0, 1, 2.
 
         parents[i] is the row of token i's parent; row 0 is the root, whose parent is -1. Rows are in depth-first order:
         a parent lies on the path of the row before. The cache keeps its length until `keep` takes over those of a path.
         """
         forward = self.forward_paths if self.shape.tree_attention == "exact" else self.forward_masked
-        forward(tokens, parents, after_layer)
+        return forward(tokens, parents, after_layer, thinning)
 
     @property
     def most_rows(self) -> int:
@@ -125,25 +140,38 @@ class Model(Owner):
             self.kv.truncate(self.kv.length)  # nothing stays behind the text
 
     def forward_paths(
-        self, tokens: Sequence[int], parents: Sequence[int], after_layer: Callable[[int], None] = lambda _layer: None
-    ) -> None:
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        after_layer: AfterLayer = lambda _layer: None,
+        thinning: Thinning | None = None,
+    ) -> Sequence[int]:
         """`forward_tree` with attention path by path: each row has the bits that it has in a text that is its path."""
         assert 0 < len(tokens) <= self.shape.n_nodes
         self._require_open()
         block = self._tree_block(parents)
         self.kv.require(max(block.slots) + 1 - self.kv.length)
-        self._pass(tokens, (block,), after_layer)
+        return self._tree_pass(tokens, parents, self._tree_block, after_layer, thinning)
 
     def forward_masked(
-        self, tokens: Sequence[int], parents: Sequence[int], after_layer: Callable[[int], None] = lambda _layer: None
-    ) -> None:
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        after_layer: AfterLayer = lambda _layer: None,
+        thinning: Thinning | None = None,
+    ) -> Sequence[int]:
         """`forward_tree` with attention in one piece, over rows that lie behind the text in the order of the pass.
 
         The first rows, as long as each is the child of the one before, lie where plain decoding has them, and have its
         bits. The sums of the others have their terms in another order.
         """
-        depths = [depth + 1 for depth in tree_depths(parents)]
-        self.forward_nodes(tokens, 0, depths, ancestry(parents), after_layer)
+
+        def block(parents: Sequence[int]) -> Block:
+            return self._nodes_block(0, [depth + 1 for depth in tree_depths(parents)], ancestry(parents))
+
+        assert 0 < len(tokens) <= self.shape.n_tree
+        self._require_open()
+        return self._tree_pass(tokens, parents, block, after_layer, thinning)
 
     def forward_nodes(
         self,
@@ -151,7 +179,7 @@ class Model(Owner):
         first: int,
         depths: Sequence[int],
         visible: NDArray[np.bool_],
-        after_layer: Callable[[int], None] = lambda _layer: None,
+        after_layer: AfterLayer = lambda _layer: None,
     ) -> None:
         """One pass for up to n_tree tokens of a tree whose rows stay behind the text.
 
@@ -187,7 +215,40 @@ class Model(Owner):
         n_kv = round_up(length + first + n, SLOT_MULTIPLE)
         return Block(0, n, self.shape.padded(n), slots, n_kv, positions=positions, visible=seen)
 
-    def _pass(self, tokens: Sequence[int], blocks: Sequence[Block], after_layer: Callable[[int], None]) -> None:
+    def _tree_pass(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        block: Callable[[Sequence[int]], Block],
+        after_layer: AfterLayer,
+        thinning: Thinning | None,
+    ) -> Sequence[int]:
+        """A pass in a block that `block` makes of parents, for all rows and, where it is thinned, for the rest."""
+        rows: Sequence[int] = range(len(tokens))
+
+        def thinned(layer: int) -> Sequence[Block] | None:
+            nonlocal rows
+            if thinning is None or layer != thinning.layer:
+                return None
+            rows = thinning.choose()
+            if len(rows) == len(tokens):
+                return None
+            self._workspace.hidden_array[: len(rows)] = self._workspace.hidden_array[list(rows)]
+            self.kv.compact(rows, layer + 1)
+            place = {row: number for number, row in enumerate(rows)}
+            return (block([place[parents[row]] if row else -1 for row in rows]),)
+
+        self._pass(tokens, (block(parents),), after_layer, thinned)
+        return rows
+
+    def _pass(
+        self,
+        tokens: Sequence[int],
+        blocks: Sequence[Block],
+        after_layer: AfterLayer,
+        thinned: Callable[[int], Sequence[Block] | None] = lambda _layer: None,
+    ) -> None:
+        """All layers over blocks, which `thinned` may replace behind any of them."""
         for block in blocks:
             self._embed(tokens[block.start : block.start + block.n], block)
         # Closed at once when a layer fails, so that its slot is free before anybody looks at the error.
@@ -195,7 +256,31 @@ class Model(Owner):
             for layer, weights in enumerate(layers):
                 for block in blocks:
                     self._layer(layer, weights, block)
+                blocks = thinned(layer) or blocks
                 after_layer(layer)
+
+    def open_scores(self, fill: Callable[[NDArray[np.float16]], None], *, repacked: bool) -> Scores:
+        """Scores of rows of trees by the translator that `fill` writes; the projection is in memory, `repacked` or not.
+
+        Errors as of `Scores`; the caller closes it.
+        """
+        return Scores(
+            self._ggml,
+            self.config,
+            self._units,
+            self._weights,
+            self._backend,
+            fill,
+            self.shape.n_tree,
+            repacked=repacked,
+        )
+
+    def score(self, scores: Scores, n_rows: int, pairs: Sequence[tuple[int, int]]) -> NDArray[np.float32]:
+        """Of pairs of a row and a token, in the middle of a pass over so many rows."""
+        started = time.perf_counter()
+        found = scores.of(self._workspace.hidden, n_rows, pairs)
+        self.stats.scores_s += time.perf_counter() - started
+        return found
 
     def finite(self, n_rows: int) -> bool:
         """Whether the first rows of the last pass are numbers: a token that overflows spoils those beside it."""
@@ -228,6 +313,28 @@ class Model(Owner):
             part = self._ggml.view_2d(self._context.handle, space.logits, band, m, row, F32_BYTES * first)
             self.stats.projection_s += self._run(self._transformer.project(self._context, chosen, matrix, part))
             first += band
+
+    def hidden(self, n_rows: int) -> NDArray[np.float32]:
+        """Hidden states [n_rows, n_embd] of the first rows of the pass under way, between two of its layers."""
+        states: NDArray[np.float32] = self._workspace.hidden_array[:n_rows]
+        return states
+
+    def normed(self, n_rows: int) -> NDArray[np.float32]:
+        """The rows [n_rows, n_embd] that the last `project` multiplied: final hidden states after their norm."""
+        rows: NDArray[np.float32] = self._workspace.chosen_array[:n_rows]
+        return rows
+
+    def logits_of(self, normed: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Logits [n, n_vocab] of up to n_logits rows as `normed` has them; the next call overwrites the array."""
+        n = len(normed)
+        assert 0 < n <= self.shape.n_logits
+        self._require_open()
+        space, m = self._workspace, self.shape.padded(n)
+        space.chosen_array[:m] = normed[[*range(n), *[n - 1] * (m - n)]]
+        with closing(self._weights.stream((band,) for band in self._units.projection)) as bands:
+            self._project(bands, m)
+        logits: NDArray[np.float32] = space.logits_array[:n]
+        return logits
 
     def close(self) -> None:
         """Free cache, workspace and graphs; weights and embedding are their owner's."""

@@ -17,11 +17,12 @@ from lever.errors import DoesNotFit, LeverError, StorageError
 from lever.llm import LLM
 from lever.loader import ModelSettings, Progress
 from lever.memory import format_size, rss_bytes
-from lever.models import cache, resolve
+from lever.models import cache, predictors, resolve
 from lever.models.images import find_image, image_path, steady_sha256
 from lever.pack import PackSettings, pack
 from lever.pair import PairProfile
 from lever.policies import preset as find_preset
+from lever.predictor import Predictor
 from lever.profile import (
     QUICK,
     Scope,
@@ -41,7 +42,7 @@ from lever.profile import (
     measure_pair,
     tuned,
 )
-from lever.settings import AUTO, LOOKUP, NONE
+from lever.settings import AUTO, LOOKUP, NONE, Prune
 from lever.stats import RunStats
 from lever.weights.image import Image
 from lever.weights.plan import Plan
@@ -147,6 +148,8 @@ class Wanted:
     preset: str | None = None
     use_image: bool = True  # the model's flash image, where the cache has one
     offline: bool = False
+    predictor: str = AUTO  # or NONE, or a path
+    prune: Prune = "auto"
 
 
 def open_llm(wanted: Wanted, settings: ModelSettings, progress: Told, *, ample: bool = False) -> LLM:
@@ -164,13 +167,35 @@ def open_llm(wanted: Wanted, settings: ModelSettings, progress: Told, *, ample: 
         return LLM(opened.path, budget, name=wanted.model, policy=wanted.preset)
     try:
         draft = open_draft(name, budget, progress, offline=wanted.offline)
-        return LLM(opened.path, budget, name=wanted.model, draft=draft, draft_name=name, policy=wanted.preset)
+        return LLM(
+            opened.path,
+            budget,
+            name=wanted.model,
+            draft=draft,
+            draft_name=name,
+            policy=wanted.preset,
+            predictor=_predictor(wanted, opened.path, draft, progress),
+            prune=wanted.prune,
+        )
     except (DoesNotFit, StorageError) as error:
-        if wanted.draft != AUTO or wanted.preset is not None:
+        if wanted.draft != AUTO or wanted.preset is not None or wanted.predictor not in (AUTO, NONE):
             raise
         llm = LLM(opened.path, budget, name=wanted.model)  # refused by itself, if that is too large as well
         without_draft(name, NO_ROOM if isinstance(error, DoesNotFit) else str(error))
         return llm
+
+
+def _predictor(wanted: Wanted, target: Path, draft: Path, progress: Told) -> Predictor | None:
+    """What thins the passes of a preset that does so, as far as it is wanted."""
+    prunes = wanted.preset is None or find_preset(wanted.preset).prunes
+    if not prunes or wanted.prune == "off" or wanted.predictor == NONE:
+        return None
+    if wanted.predictor == AUTO:
+        return predictors.kept(target, draft, progress)
+    found, same_draft = predictors.of_model(Path(wanted.predictor), target, draft, progress)
+    if not same_draft:
+        progress.note(f"the predictor {found.path} was made beside another draft: it may prune less well")
+    return found
 
 
 NO_ROOM = "the budget does not hold it as well"

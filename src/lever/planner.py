@@ -7,19 +7,22 @@ from dataclasses import asdict, dataclass, replace
 
 from lever.companion import PART
 from lever.cost import PassTime, Profile
+from lever.cycle_cost import CycleCost
 from lever.errors import DoesNotFit
 from lever.forecast import Cycle
 from lever.gguf import MATRIX_TYPES, TYPES
-from lever.llm import LLM
+from lever.llm import LLM, PREDICTOR
 from lever.loader import LEAST_CTX, ModelSettings
 from lever.memory import MIB, format_size
 from lever.pages import round_up
 from lever.pair import PairProfile, Shown
-from lever.profile import drafted_cycle, expected_pass
+from lever.profile import drafted_cycle, expected_pass, foretold
+from lever.pruner import PAYS, expected_gain
 from lever.weights.image import Image
 from lever.weights.plan import Plan
 
 PLAIN, DRAFTED = "flash-ar", "lever"  # presets
+READS = "reads"
 MORE = 100_000_000  # bytes of memory whose worth is told
 LEAST_BATCH = 32
 SEARCH = 64  # steps of a MiB: what this process grows by between two plans
@@ -124,6 +127,33 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
+class PruningOutlook:
+    """What dropping rows behind a middle layer would bring to a cycle of `rows` rows."""
+
+    layer: int
+    rows: int
+    kept: float  # of them, as a share, with 95 % of the tokens
+    gain: float  # times as many tokens a second
+    limit: str  # of the pass
+
+    @property
+    def pays(self) -> bool:
+        return self.gain > PAYS
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {**asdict(self), "pays": self.pays}
+
+    def line(self) -> Line:
+        """For people."""
+        what = f"behind layer {self.layer}, {100 * self.kept:.0f} % of {self.rows} rows bring 95 % of the tokens"
+        if self.pays:
+            return "pruning", f"{100 * (self.gain - 1):+.1f} %", what
+        why = "reads are the limit of the pass" if self.limit == READS else f"{100 * (self.gain - 1):+.1f} % in speed"
+        return "pruning", "not used", f"{what}: {why}"
+
+
+@dataclass(frozen=True, slots=True)
 class Outlook:
     """A run that fits."""
 
@@ -134,6 +164,7 @@ class Outlook:
     gain: Gain | None  # None when nothing is left to gain
     profile: Profile | None
     draft: str | None = None  # that guesses ahead
+    pruning: PruningOutlook | None = None  # None without a predictor, or a profile
 
     fits = True
 
@@ -160,6 +191,7 @@ class Outlook:
             "draft": self.draft
             and {"name": self.draft, "bytes": self.parts[PART], "times_as_fast_as_pinned_layers": self.draft_ratio},
             "presets": [speed.to_dict() for speed in self.speeds],
+            "pruning": self.pruning and self.pruning.to_dict(),
             "more_dram": gain
             and {
                 "bytes": gain.nbytes,
@@ -186,6 +218,8 @@ class Outlook:
             yield "flash image", self.image, ""
         for speed in self.speeds:
             yield speed.line()
+        if self.pruning is not None:
+            yield self.pruning.line()
         if self.draft_ratio is not None:
             yield "memory of the draft", format_size(self.parts[PART]), _better_use(self.draft_ratio)
         if self.gain is not None:
@@ -270,6 +304,7 @@ def outlook(
         _gain(asked, plan),
         profile,
         llm.draft_name if draft else None,
+        asked.pruning(plan),
     )
 
 
@@ -295,6 +330,20 @@ class _Asked:
             Speed(expected_pass(profile, alone, settings), instead=True),
             DraftedSpeed(drafted_cycle(profile, pair, plan, settings.n_threads), pair.shown),
         )
+
+    def pruning(self, plan: Plan) -> PruningOutlook | None:
+        """Of the cycles of this plan."""
+        profile, pair, translator = self.profile, self.pair, self.llm.translator
+        if profile is None or pair is None or translator is None or PREDICTOR not in plan.parts:
+            return None
+        n = self.settings.n_threads
+        cost, cycle = CycleCost(n, foretold(profile, pair, plan, n)), drafted_cycle(profile, pair, plan, n)
+        layers, rows = self.llm.config.n_layers, cycle.rows
+        if rows == 1:
+            return None
+        gain = expected_gain(cost, translator, layers, cycle.draft_s, rows, cycle.tokens)
+        limit = READS if cost.waits_for_reads_of(rows) else "compute"
+        return PruningOutlook(translator.layer, rows, translator.quality.kept_rows, gain, limit)
 
 
 def _gain(asked: _Asked, before: Plan) -> Gain | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
-from lever.cycle_cost import CycleCost
 from lever.errors import UsageError
 from lever.tree import DraftTree
 
@@ -19,12 +19,29 @@ DEPTH = 32  # edges below the root at most
 STEPS = (1, 2, 4, 8)  # nodes of a draft step: between these, kernels take as long as for the next
 
 
+class Costs(Protocol):
+    """Seconds of a cycle's parts (`lever.cycle_cost`)."""
+
+    @property
+    def knows_passes(self) -> bool:
+        """Whether anything is known of passes."""
+
+    def pass_s(self, rows: int) -> float:
+        """Of a pass over the target's layers."""
+
+    def draft_s(self, nodes: int) -> float:
+        """Of a draft step."""
+
+    def project_s(self, rows: int = 1) -> float:
+        """Of the logits of so many rows at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Situation:
     """What a policy decides by."""
 
     tree: DraftTree
-    cost: CycleCost
+    cost: Costs
     spent_s: float  # on drafting, in this cycle
     most_rows: int  # of one pass
     room: int = DEPTH + 1  # tokens that may still come: a cycle gives one more than the depth that it reaches
@@ -54,6 +71,7 @@ class Preset:
     select: Select
     meanwhile: Grow | None = None  # nodes to expand next while the target checks what was selected
     carry_over: bool = False  # what lives of a tree is the start of the next one
+    prunes: bool = False  # thins passes where a predictor for the target is at hand
     adaptive: bool = False  # stops where guessing has not paid, and takes guesses from the text where they promise more
 
     @property
@@ -125,17 +143,22 @@ def most_worth(now: Situation) -> list[int]:
 
     The first pass of all is plain, to learn what one takes.
     """
-    if not now.cost.knows_passes:
-        return [0]
+    return likeliest(now, lambda n, tokens: _per_second(now, n, tokens))[0] if now.cost.knows_passes else [0]
+
+
+def likeliest(now: Situation, rate_of: Callable[[int, float], float]) -> tuple[list[int], float]:
+    """The likeliest nodes, as many as give the most tokens a second, and how many that is: `rate_of(n, tokens)` for a
+    cycle that checks n nodes, of which so many tokens are expected.
+    """
     nodes = (node for node in range(len(now.tree)) if now.tree.depths[node] <= now.depth)
     order = sorted(nodes, key=lambda node: (-now.tree.reach[node], node))
     best, best_rate, tokens = 1, 0.0, 0.0
     for n, node in enumerate(order[: now.most_rows], start=1):
         tokens += now.tree.reach[node]
-        tokens_per_s = _per_second(now, n, tokens)
+        tokens_per_s = rate_of(n, tokens)
         if tokens_per_s > best_rate:
             best, best_rate = n, tokens_per_s
-    return order[:best]
+    return order[:best], best_rate
 
 
 def rate(now: Situation, nodes: Sequence[int]) -> float:
@@ -274,13 +297,20 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             ),
             Preset("specinfer", "a fixed tree: widths 1 1 3 1 1 1 1 1 by depth", *by_levels([1, 1, 3, 1, 1, 1, 1, 1])),
             Preset("opt-tree", "the 26 nodes with the largest path probabilities", *best_nodes(26)),
-            Preset("lever-paper", "the paper's greedy tree by gain and cost, node by node", algorithm_1, expanded),
+            Preset(
+                "lever-paper",
+                "the paper's greedy tree by gain and cost, node by node",
+                algorithm_1,
+                expanded,
+                prunes=True,
+            ),
             Preset(
                 "lever",
                 "trees by gain and cost, steps as wide as pays, rows up to the knee, carry-over, guesses from the text",
                 grow_while_it_pays,
                 most_worth,
                 carry_over=True,
+                prunes=True,
                 adaptive=True,
             ),
         )

@@ -741,8 +741,10 @@ def drafted_cycle(profile: Profile, pair: PairProfile, plan: Plan, n_threads: in
 def learned_pair(
     profile: Profile, pair: PairProfile, plan: Plan, n_threads: int, stats: RunStats
 ) -> PairProfile | None:
-    """What is known of the pair after a run of the preset `lever`; None when the run was too short to tell."""
-    if stats.cycles < ENOUGH_CYCLES or not stats.verified:
+    """What is known of the pair after a run of the preset `lever`; None when the run was too short to tell, or its
+    passes were thinned: of whole ones it says nothing then.
+    """
+    if stats.cycles < ENOUGH_CYCLES or not stats.verified or stats.pruned:
         return None
     first = agreement(stats.tokens_per_cycle, 1 + stats.verified / stats.cycles)
     known = replace(pair, shown=replace(pair.shown, first=first))

@@ -17,6 +17,10 @@ AUTO, NONE, LOOKUP = "auto", "none", "lookup"  # in the place of a draft's name
 # "masked": all at once, a mask showing each its ancestors, so that most sums have their terms in another order.
 TreeAttention = Literal["exact", "masked"]
 
+# Rows of a tree that go on behind a middle layer, where there is a predictor. "auto": as many as bring the most tokens
+# a second, all where that saves no time. "paper": by the paper's rule, always. "off": all.
+Prune = Literal["auto", "paper", "off"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSettings:

@@ -23,7 +23,9 @@ class RunStats:
     looked_up: int = 0  # cycles whose candidates came from the text itself
     drafted: int = 0
     verified: int = 0
-    pruned: int = 0
+    pruned: int = 0  # of the verified: candidates that had a row in the lower layers alone
+    pruned_cycles: int = 0  # whose rows were looked at behind a middle layer
+    prune_s: float = 0.0  # spent on that
     accepted: int = 0
     read_bytes: int = 0
     read_s: float = 0.0
@@ -46,6 +48,8 @@ class RunStats:
     n_ctx: int = 0
     seed: int = 0
     preset: str = "flash-ar"
+    prune: str = "off"  # how, where a predictor is there
+    predictor: str | None = None  # its file
     model: str = ""
     draft: str | None = None
     device: str = "cpu"

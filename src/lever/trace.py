@@ -25,7 +25,8 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """One pass of the target and the drafting before it. `accepted`: rows behind the root whose tokens became text.
+    """One pass of the target and the drafting before it. `accepted`: rows behind the root whose tokens became text;
+    `pruned`: nodes that had a row in the lower layers alone.
 
     A tree of one row, or of none that was drafted, is plain decoding. The tree is the engine's own and must not be
     changed.
@@ -37,3 +38,4 @@ class Cycle:
     drafted: int  # nodes that the draft was asked about
     started: float
     marks: tuple[Mark, ...]
+    pruned: tuple[int, ...] = ()

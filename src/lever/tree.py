@@ -86,6 +86,15 @@ class TreeRows:
     tokens: tuple[int, ...]
     parents: tuple[int, ...]  # rows; -1 for the root
 
+    def only(self, kept: Sequence[int]) -> TreeRows:
+        """These rows alone, in their order: the root and every row's parent are among them."""
+        place = {row: number for number, row in enumerate(kept)}
+        return TreeRows(
+            tuple(self.nodes[row] for row in kept),
+            tuple(self.tokens[row] for row in kept),
+            tuple(place[self.parents[row]] if row else -1 for row in kept),
+        )
+
 
 def depth_first(tree: DraftTree, chosen: Iterable[int]) -> TreeRows:
     """The rows of these nodes, which have the root and every node's parent among them.

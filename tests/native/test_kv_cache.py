@@ -110,15 +110,22 @@ def numbered(cache: KVCache) -> None:
     cache._node_keys[:] = cache._node_values[:] = 1000 + np.arange(cache.n_nodes)[:, None]
 
 
-def held(cache: KVCache, n: int) -> list[float]:
-    """What the first n slots hold: keys and values, in every layer and element, as ggml finds them."""
+def held_by_layer(cache: KVCache, n: int) -> Iterator[list[float]]:
+    """What the first n slots of each layer hold: keys and values, in every element, as ggml finds them."""
     for layer in cache.layers:
         keys = np.frombuffer(ctypes.string_at(*memory_of(layer.keys)), np.float16).reshape(cache.n_slots, -1)
         values = np.frombuffer(ctypes.string_at(*memory_of(layer.values)), np.float16).reshape(-1, cache.n_slots)
         found: list[float] = keys[:n, 0].tolist()
         assert (keys[:n] == np.array(found)[:, None]).all()
         assert (values[:, :n] == np.array(found)).all()
-    return found
+        yield found
+
+
+def held(cache: KVCache, n: int) -> list[float]:
+    """Likewise, where every layer holds the same."""
+    first, *others = held_by_layer(cache, n)
+    assert all(other == first for other in others)
+    return first
 
 
 def test_rows_of_a_tree_are_kept_in_the_order_of_the_path(config: ModelConfig) -> None:
@@ -168,6 +175,45 @@ def test_rows_that_were_moved_into_the_text_are_told_until_they_are_cut_off(cach
     assert not cache.in_order
     cache.truncate(3)
     assert cache.in_order
+
+
+def test_rows_of_a_tree_that_go_on_move_to_the_front_of_the_layers_that_have_them_all(config: ModelConfig) -> None:
+    with KVCache(load(), config, n_ctx=300, n_nodes=8) as cache:
+        numbered(cache)
+        cache.length = 3
+        cache.compact([0, 2, 3, 7], 1)
+        assert cache.length == 3
+        cache.keep([0, 1, 3])
+        assert list(held_by_layer(cache, 7)) == [
+            [0, 1, 2, 1000, 1002, 1007, 6],
+            [0, 1, 2, 1000, 1001, 1003, 6],  # its rows are written when they are few
+        ]
+
+
+def test_masked_rows_that_go_on_move_to_the_front_behind_the_text(cache: KVCache) -> None:
+    cache.require(18)
+    numbered(cache)
+    cache.length = 10
+    cache.compact([0, 2, 3, 7], 1)
+    assert cache.length == 10
+    assert list(held_by_layer(cache, 15)) == [[*range(10), 10, 12, 13, 17, 14], [*range(15)]]
+    cache.gather([0, 1], 2)
+    cache.truncate(cache.length)
+    assert cache.in_order  # they lie where they lay in the layers above
+    assert list(held_by_layer(cache, 18)) == [[*range(10), 10, 12, *[0] * 6], [*range(12), *[0] * 6]]
+
+
+@pytest.mark.parametrize("n_nodes", [8, 0], ids=["exact", "masked"])
+def test_where_all_rows_go_on_nothing_moves(config: ModelConfig, n_nodes: int) -> None:
+    with KVCache(load(), config, n_ctx=300, n_nodes=n_nodes) as cache:
+        cache.require(18)
+        numbered(cache)
+        cache.length = 10
+        cache.compact(range(8), 2)
+        assert held(cache, 20) == [*range(20)]
+        if n_nodes:
+            cache.keep(range(8))
+            assert held(cache, 20) == [*range(10), *range(1000, 1008), 18, 19]
 
 
 def test_closing_twice_is_safe(config: ModelConfig) -> None:

@@ -11,11 +11,21 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from lever.arch import ModelConfig
+from lever.gguf import read
+from lever.models.predictors import predictor_path
+from lever.predictor import Translator
+from lever.predictor import write as write_predictor
+from lever.prune import Mix
+from lever.training import NOTHING_KNOWN
 from lever.weights.store import BLOCK, DEPTH
 from tests.command import COMMAND, Lever, interrupt, notes_until, one_line
 from tests.fakes import wait_until
@@ -805,6 +815,43 @@ def test_a_plan_says_what_it_assumes_and_what_the_memory_of_the_draft_would_be_b
     assert re.search(
         r"^memory of the draft +[\d.]+ MiB +(serves best as it is|would serve better)", shown, re.MULTILINE
     )
+
+
+def with_a_predictor(lever: Lever, model: Path, draft: Path) -> Path:
+    """One in the cache that says of all candidates the same."""
+    target, beside = (sha256(path.read_bytes()).hexdigest() for path in (model, draft))
+    quality = replace(NOTHING_KNOWN, kept_rows=0.5)
+    translator = Translator(layer=0, mix=Mix(1.0, 1.0), threshold=0.2, quality=quality)
+    path = Path(lever.environment["LEVER_HOME"]) / "predictors" / predictor_path(target, beside).name
+    config = ModelConfig.from_gguf(read(model))
+    matrix = np.zeros((config.n_embd, config.n_embd), np.float16)
+    write_predictor(path, config, target=target, draft=beside, translators=[translator], matrices=[matrix])
+    return path
+
+
+def test_a_plan_says_what_pruning_would_bring_or_why_it_is_not_used(lever: Lever, model: Path, partner: Path) -> None:
+    path = with_a_predictor(lever, model, partner)
+    flags = ("--pin", "0", "--draft", partner)
+    planned = lever.json("plan", model, *flags)
+    stats = lever.json("run", model, "Hello", "-n", "3", *flags)["stats"]
+    shown = lever("plan", model, *flags, COLUMNS="400").stdout.decode()
+
+    pruning = planned["pruning"]
+    assert (pruning["layer"], pruning["kept"]) == (0, 0.5)
+    assert pruning["rows"] == planned["presets"][1]["rows"]
+    assert pruning["pays"] == (pruning["gain"] > 1.02)
+    assert re.search(r"^pruning +(\+[\d.]+ %|not used) +behind layer 0, 50 % of \d+ rows", shown, re.MULTILINE)
+    assert (stats["prune"], stats["predictor"]) == ("auto", str(path))
+    assert planned["parts"]["predictor"] > 0
+    assert planned["dram_planned_bytes"] == pytest.approx(stats["dram_planned_bytes"], abs=6 << 20)
+
+
+def test_a_plan_without_a_predictor_or_a_draft_says_nothing_of_pruning(
+    lever: Lever, model: Path, partner: Path
+) -> None:
+    assert lever.json("plan", model, "--pin", "0", "--draft", partner)["pruning"] is None
+    with_a_predictor(lever, model, partner)
+    assert lever.json("plan", model, "--pin", "0", "--no-draft")["pruning"] is None
 
 
 def test_runs_show_a_plan_how_often_the_draft_is_right(lever: Lever, model: Path, partner: Path) -> None:

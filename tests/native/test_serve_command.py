@@ -110,6 +110,25 @@ def test_ctrl_c_ends_while_the_model_is_loaded(lever: Lever, model: Path) -> Non
         assert process.end(signal.SIGINT) == 130
 
 
+def test_killed_while_it_loads_it_can_be_started_again_and_says_the_same(lever: Lever, model: Path) -> None:
+    """It had begun to load a draft as well, which it makes an image of, once."""
+    words = (model, "--pin", "0", "--draft", model)
+    with started(lever, *words, device={"delay_s": 30}) as process:
+        url = process.url()
+        wait_until(lambda: "loading the weights" in ask(url, "/health")[1]["error"]["message"], seconds=60)
+        assert process.end(signal.SIGKILL) == -signal.SIGKILL
+
+    expected = lever.json("run", model, "Hello, world", "-n", "16", "-s", "42", "--no-draft")
+    with started(lever, *words) as process:
+        url = process.url()
+        process.wait_for("ready: ")
+        body = {"messages": [{"role": "user", "content": "Hello, world"}], "max_tokens": 16, "seed": 42}
+        status, reply = ask(url, "/v1/chat/completions", body)
+        assert process.end(signal.SIGTERM) == 0
+
+    assert (status, reply["choices"][0]["message"]["content"]) == (200, expected["text"])
+
+
 def test_ctrl_c_ends_an_answer_within_a_layer(lever: Lever, model: Path) -> None:
     with started(lever, model, "--pin", "0", device={"delay_s": 0.05}) as process:
         url = process.url()

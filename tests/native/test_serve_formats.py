@@ -77,9 +77,27 @@ def test_a_schema_that_nothing_fits_is_refused_by_name_and_the_next_request_is_s
     assert served.chat(max_tokens=2).status == 200
 
 
+NO_ROOM = ModelSettings(dram=SETTINGS.dram, pin_percent=0)
+
+
+@pytest.mark.parametrize("wanted", [FORMAT, {"type": "json_object"}, {"type": "json_object", "schema": SCHEMA}])
+def test_without_the_library_a_schema_is_not_supported_and_what_to_install_is_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("lever.grammar.is_installed", lambda: False)
+    with serving(model, settings=NO_ROOM) as bare:  # as `lever serve` starts it then
+        refused = bare.chat(response_format=wanted)
+        assert (refused.status, refused.error["code"]) == (501, "not_supported")
+        assert refused.error["param"] == "response_format"
+        assert "pip install 'lever-llm[grammar]'" in refused.error["message"]
+        ollamas = bare.ask("/api/generate", {"model": "qwen2.gguf", "prompt": "x", "format": SCHEMA, "stream": False})
+        assert ollamas.status == 501
+        assert "pip install 'lever-llm[grammar]'" in ollamas.json["error"]
+        assert bare.chat(response_format={"type": "text"}, max_tokens=2).status == 200
+
+
 def test_a_server_without_room_for_schemas_says_so(model: Path) -> None:
-    settings = ModelSettings(dram=SETTINGS.dram, pin_percent=0)
-    with serving(model, settings=settings) as small:
+    with serving(model, settings=NO_ROOM) as small:
         refused = small.chat(response_format=FORMAT)
         assert (refused.status, refused.json["error"]["code"]) == (501, "not_supported")
         assert small.chat(response_format={"type": "text"}, max_tokens=2).status == 200

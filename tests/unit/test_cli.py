@@ -34,6 +34,7 @@ OF_ONE_CALL = {  # of one image or measurement, never of all
     "pack": {"--out", "--type", "--layout", "--verify", "--force"},
     "profile": {"--storage", "--quick", "--plot"},
     "bench": {"--presets", "--prompts", "--limit", "--rounds", "--peer", "--peer-cage", "--json", "--plot"},
+    "train-predictor": {"--text", "--prompts", "--positions", "--layers", "--output"},
 }
 NO_VARIABLE = {"--help", "--version", "--install-completion", "--show-completion"}
 
@@ -205,6 +206,8 @@ VALUES = {
     "--json-schema": '{"type": "boolean"}',
     "--grammar": 'root ::= "a"',
     "--json": True,
+    "--predictor": "p.gguf",
+    "--prune": "paper",
     "--offline": True,
     "--quiet": True,
 }
@@ -464,7 +467,7 @@ def test_a_file_with_bytes_that_are_no_utf_8_is_a_prompt(asked: Callable[..., Se
         (["profile", "none.gguf", "--ring", "2"], 2, "ring is 2"),
         (["profile", "none.gguf", "--plot", "plot.txt"], 2, "plot.txt: a plot ends in .png, .svg or .pdf"),
         (["bench", "none.gguf", "--presets", "flash-ar"], 5, "none.gguf: cannot be read"),
-        (["bench", "none.gguf"], 2, "the preset chain-sd needs a draft: give a model with --draft"),
+        (["bench", "none.gguf"], 2, "the preset lever needs a draft: give a model with --draft"),
         (["bench", "demo", "--presets", "lever,leaver"], 2, "no preset 'leaver': there are flash-ar"),
         (["bench", "demo", "--presets", "lever,lever"], 2, "the preset lever is given twice"),
         (["bench", "demo", "-n", "1"], 2, "max-tokens is 1: to measure speed it must be at least 2"),
@@ -744,6 +747,22 @@ def test_a_quiet_bar_says_nothing(capfd: pytest.CaptureFixture[str], clock: list
         (
             RunStats(new_tokens=13, cycles=10, plain_cycles=10, draft="lookup"),
             ["no guess in 100 % of the passes: the text repeats nothing"],
+        ),
+        (
+            RunStats(new_tokens=41, cycles=10, verified=80, pruned=20, draft="demo:draft"),
+            ["4.0 a pass with demo:draft, 25 % of its guesses pruned"],
+        ),
+        (
+            RunStats(new_tokens=41, cycles=10, verified=80, pruned_cycles=4, draft="demo:draft"),
+            ["4.0 a pass with demo:draft"],
+        ),
+        (
+            RunStats(new_tokens=41, cycles=10, verified=80, pruned_cycles=4, prune="auto", draft="demo:draft"),
+            ["4.0 a pass with demo:draft, none of its guesses pruned: that would save no time"],
+        ),
+        (
+            RunStats(new_tokens=41, cycles=10, verified=80, prune="paper", draft="demo:draft"),
+            ["4.0 a pass with demo:draft"],
         ),
         (RunStats(new_tokens=11, cycles=10, plain_cycles=10), []),  # nobody wanted any
         (RunStats(new_tokens=1, draft="demo:draft"), []),  # no pass

@@ -241,6 +241,57 @@ def test_a_draft_gets_the_fewest_threads_that_are_as_good_and_none_that_were_far
     assert CycleCost(most, foretold(draft=steps)).draft_threads == threads
 
 
+# --- thinned passes -----------------------------------------------------------------------------------------
+
+
+def test_a_thinned_pass_computes_each_share_of_the_layers_for_the_rows_that_it_has_there() -> None:
+    cost = CycleCost(1, foretold(read_s=0.0))
+
+    assert cost.thinned_s(48, 16, share=0.5) == pytest.approx(0.5 * 1.2 + 0.5 * 0.4 + 0.02)
+    assert cost.thinned_s(48, 16, share=0.75) == pytest.approx(0.75 * 1.2 + 0.25 * 0.4 + 0.02)
+
+
+@pytest.mark.parametrize("rows", [2, 16, 48])
+def test_a_pass_that_is_thinned_of_nothing_or_behind_all_layers_takes_as_long_as_a_whole_one(rows: int) -> None:
+    cost = CycleCost(2, foretold())
+
+    assert cost.thinned_s(rows, rows, share=0.5) == pytest.approx(cost.pass_s(rows))
+    assert cost.thinned_s(rows, 1, share=1.0) == pytest.approx(cost.pass_s(rows))
+
+
+def test_thinning_saves_time_beyond_the_knee_and_hardly_any_under_it() -> None:
+    cost = CycleCost(2, foretold())
+
+    assert cost.thinned_s(48, 16, share=0.5) < 0.8 * cost.pass_s(48)
+    assert 0.97 * cost.pass_s(16) < cost.thinned_s(16, 4, share=0.5) <= cost.pass_s(16)
+
+
+def test_a_thinned_pass_keeps_the_threads_that_it_began_with() -> None:
+    few_are_faster_on_one = {1: {1: 0.1, 48: 1.2}, 2: {1: 0.3, 48: 0.6}}
+    cost = CycleCost(2, foretold(compute=few_are_faster_on_one, read_s=0.0, rest_s=0.0))
+
+    assert (cost.threads(48), cost.threads(1)) == (2, 1)
+    assert cost.thinned_s(48, 1, share=0.5) == pytest.approx(0.5 * 0.6 + 0.5 * 0.3)
+
+
+def test_a_thinned_pass_tells_of_both_numbers_of_rows_and_is_foretold_as_it_was() -> None:
+    cost = CycleCost()
+    cost.observe_pass(16, seconds=0.45, compute_s=0.4, read_s=0.0, whole={16: 0.6, 4: 0.2})
+
+    assert [cost.pass_s(rows) for rows in (16, 4)] == pytest.approx([0.65, 0.25])
+    assert cost.thinned_s(16, 4, share=0.5) == pytest.approx(0.45)
+
+
+def test_a_thinned_pass_is_one_pass_however_many_numbers_of_rows_it_tells_of() -> None:
+    cost = CycleCost()
+    cost.observe_draft(2, 60.0)
+    for _ in range(FORGOTTEN):
+        cost.observe_pass(16, 0.45, 0.4, 0.0, whole={16: 0.6, 4: 0.2})
+        assert cost.draft_s(2) == 60.0
+    cost.observe_pass(16, 0.45, 0.4, 0.0, whole={16: 0.6, 4: 0.2})
+    assert cost.draft_s(2) == 0.0
+
+
 # --- plain passes -------------------------------------------------------------------------------------------
 
 
@@ -262,3 +313,19 @@ def test_no_plain_pass_is_wanted_where_reads_take_longer_anyway_or_all_was_foret
     cost.observe_prefill(64, compute_s=1.0, read_s=0.4, threads=2)
     assert not cost.must_be_plain
     assert not CycleCost(2, foretold(read_s=0.0)).must_be_plain
+
+
+def test_a_plain_pass_is_still_wanted_after_one_of_which_the_root_alone_went_on() -> None:
+    """That one row took its layers among others, and only some of them."""
+    cost = CycleCost()
+    cost.observe_pass(16, 0.4, 0.4, 0.0, whole={16: 0.6, 1: 0.2})
+    assert cost.must_be_plain
+
+
+def test_passes_wait_for_reads_up_to_the_knee() -> None:
+    cost = CycleCost(2, foretold())
+
+    assert [cost.waits_for_reads_of(rows) for rows in (1, 16, 48)] == [True, True, False]
+    assert cost.waits_for_reads
+    assert not CycleCost(1, foretold()).waits_for_reads_of(16)  # one thread alone takes longer for them
+    assert not CycleCost(2, foretold(read_s=0.0)).waits_for_reads_of(1)

@@ -19,7 +19,10 @@ from lever.errors import DownloadError, UsageError
 from lever.models import Removed, Silent, assemble, cache, catalogue, list_models, remove, resolve
 from lever.models.catalogue import CATALOGUE, Entry, installed_parts
 from lever.models.images import image_path
+from lever.models.predictors import predictor_path
+from lever.predictor import write
 from tests.fakes import Recorder
+from tests.unit.test_predictor import MATRICES, TRANSLATORS, config
 
 DATA = tuple(os.urandom(size) for size in (5 * 1024**2, 1, 4 * 1024**2 + 3))
 
@@ -335,6 +338,21 @@ def test_a_drafts_image_is_listed_and_removed_with_its_model_and_has_a_name_of_i
     assert sorted(model.name for model in list_models()) == [f"drafts/{image.stem}", image.stem]
     assert remove(f"drafts/{image.stem}") == Removed(0, 3)
     assert image_path(toy).exists()
+
+
+@pytest.mark.usefixtures("toy")
+def test_predictors_of_a_model_and_beside_it_as_a_draft_are_removed_with_it_and_others_are_not() -> None:
+    resolve("toy")
+    own = hashlib.sha256(b"".join(DATA)).hexdigest()
+    pairs = [(own, "d" * 64), ("t" * 64, own), ("t" * 64, "d" * 64)]
+    paths = [predictor_path(*pair) for pair in pairs]
+    for path, (target, draft) in zip(paths, pairs, strict=True):
+        write(path, config(), target=target, draft=draft, translators=TRANSLATORS, matrices=MATRICES)
+    damaged = paths[0].with_name("damaged.gguf")
+    damaged.write_bytes(b"GGUF")
+    freed = sum(path.stat().st_size for path in paths[:2])
+    assert remove("toy") == Removed(sum(map(len, DATA)), 0, freed)
+    assert sorted(paths[0].parent.iterdir()) == sorted([paths[2], damaged])
 
 
 def test_an_image_whose_model_is_elsewhere_is_listed_and_removed_by_its_own_name(toy: Path, tmp_path: Path) -> None:

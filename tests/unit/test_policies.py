@@ -36,6 +36,7 @@ from lever.policies import (
     gain,
     go_on,
     grow_while_it_pays,
+    likeliest,
     likeliest_branches,
     most_worth,
     navigate,
@@ -135,6 +136,10 @@ def test_presets_are_found_by_name_and_an_unknown_one_names_them_all() -> None:
 
 def test_all_presets_but_plain_decoding_draft() -> None:
     assert [name for name in PRESETS if not PRESETS[name].drafts] == ["flash-ar"]
+
+
+def test_levers_own_presets_prune_and_those_of_others_do_not() -> None:
+    assert [name for name in PRESETS if PRESETS[name].prunes] == ["lever-paper", "lever"]
 
 
 def test_plain_decoding_checks_the_root_alone() -> None:
@@ -313,6 +318,54 @@ def test_most_worth_is_the_best_number_of_nodes_by_brute_force(seed: int, most_r
     found = cycle.selected(most_worth)
     rates = [rate(cycle, cycle.tree.best(n)) for n in range(1, min(most_rows, len(cycle.tree)) + 1)]
     assert rates[len(found) - 1] == pytest.approx(max(rates))
+
+
+def tree_of_four() -> DraftTree:
+    """Reached with 1, .5, .4 and, behind the third, .2."""
+    tree = DraftTree.rooted_at(0)
+    tree.expand(0, IN_TEXT, [(1, 0.5), (2, 0.4)])
+    tree.expand(2, 0, [(3, 0.5)])
+    return tree
+
+
+def test_the_likeliest_are_as_many_as_have_the_best_rate_which_is_told() -> None:
+    asked: list[tuple[int, float]] = []
+
+    def rate_of(n: int, tokens: float) -> float:
+        asked.append((n, tokens))
+        return {1: 1.0, 2: 3.0, 3: 2.0, 4: 3.0}[n]
+
+    assert likeliest(Situation(tree_of_four(), cost(), 0.0, 8), rate_of) == ([0, 1], 3.0)  # as good with fewer
+    assert [n for n, _ in asked] == [1, 2, 3, 4]
+    assert [tokens for _, tokens in asked] == pytest.approx([1.0, 1.5, 1.9, 2.1])
+
+
+def test_the_likeliest_are_no_more_than_a_pass_takes_and_no_deeper_than_the_text_may_go() -> None:
+    def by_tokens(most_rows: int, room: int) -> list[int]:
+        return likeliest(Situation(tree_of_four(), cost(), 0.0, most_rows, room), lambda _n, tokens: tokens)[0]
+
+    assert by_tokens(most_rows=8, room=9) == [0, 1, 2, 3]
+    assert by_tokens(most_rows=2, room=9) == [0, 1]
+    assert by_tokens(most_rows=8, room=2) == [0, 1, 2]
+    assert by_tokens(most_rows=8, room=1) == [0]
+
+
+def test_of_nodes_that_bring_nothing_the_root_is_left() -> None:
+    assert likeliest(Situation(tree_of_four(), cost(), 0.0, 8), lambda _n, _tokens: 0.0) == ([0], 0.0)
+
+
+@given(seed=st.integers(0, 10**6), most_rows=st.integers(1, 60))
+@settings(deadline=None, max_examples=60)
+def test_most_worth_are_the_likeliest_at_the_rate_of_a_whole_pass(seed: int, most_rows: int) -> None:
+    cycle = random_cycle(seed, 6, 8)
+    cycle.most_rows = most_rows
+
+    def rate_of(n: int, tokens: float) -> float:
+        return tokens / (cycle.spent_s + cycle.cost.pass_s(n) + tokens * cycle.cost.project_s())
+
+    nodes, best = likeliest(cycle.situation, rate_of)
+    assert nodes == most_worth(cycle.situation)
+    assert best == pytest.approx(rate(cycle, nodes))
 
 
 def test_before_the_first_pass_nothing_is_drafted_and_the_root_alone_is_checked() -> None:

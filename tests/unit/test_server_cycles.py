@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import get_args
+
 import pytest
 
-from lever.server.cycles import Cycles
+from lever.server.cycles import Cycles, State
 from lever.trace import Cycle, Mark
 from lever.tree import DraftTree, depth_first
+
+ROOT = Path(__file__).parents[2]
 
 
 def tree_of_five() -> DraftTree:
@@ -40,6 +46,23 @@ def test_states_tell_what_became_of_a_node() -> None:
     nodes = Cycles(str, 0).shown(cycle(accepted=(1,))).nodes
 
     assert [node.state for node in nodes] == ["root", "accepted", "checked", "checked", "drafted"]
+
+
+def test_what_was_pruned_is_neither_checked_nor_merely_guessed() -> None:
+    tree = tree_of_five()
+    went_on = depth_first(tree, [0, 1, 3])
+    nodes = Cycles(str, 0).shown(Cycle(tree, went_on, (1,), 2, 100.0, (), pruned=(2,))).nodes
+
+    assert [node.state for node in nodes] == ["root", "accepted", "pruned", "checked", "drafted"]
+
+
+def test_the_page_and_its_manual_know_every_state_in_the_same_order() -> None:
+    page = (ROOT / "src" / "lever" / "server" / "page.html").read_text()
+    manual = " ".join((ROOT / "docs" / "serve.md").read_text().split())
+    (shown,) = re.findall(r"const STATES = \{(.*)\};", page)
+
+    assert ["root", *re.findall(r'(\w+): "', shown)] == list(get_args(State))
+    assert f"`state`: {', '.join(get_args(State))})" in manual
 
 
 def test_a_cycle_brings_a_token_more_than_it_accepts() -> None:

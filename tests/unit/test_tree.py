@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lever.model import tree_depths
-from lever.tree import IN_TEXT, NOT_EXPANDED, DraftTree, Rerooted, depth_first, reroot
+from lever.tree import IN_TEXT, NOT_EXPANDED, DraftTree, Rerooted, TreeRows, depth_first, reroot
 
 Path = tuple[int, ...]  # of tokens behind the root
 
@@ -178,6 +178,22 @@ def test_any_set_that_is_closed_under_parents_gives_rows_that_a_pass_takes(
     for parent in range(len(rows.nodes)):
         siblings = [tree.reach[node] for node in rows.nodes[1:] if tree.parents[node] == rows.nodes[parent]]
         assert siblings == sorted(siblings, reverse=True)
+
+
+def test_rows_that_go_on_alone_are_numbered_anew() -> None:
+    rows = depth_first(sample_tree(), range(7))
+    assert rows.only([0, 1, 4, 5, 6]) == TreeRows((0, 1, 4, 2, 5), (9, 1, 3, 2, 1), (-1, 0, 1, 0, 3))
+    assert rows.only([0]) == depth_first(sample_tree(), [0])
+    assert rows.only(range(7)) == rows
+
+
+@given(tree=grown(), data=st.data())
+def test_rows_that_go_on_are_those_of_a_pass_without_the_others(tree: DraftTree, data: st.DataObject) -> None:
+    rows = depth_first(tree, range(len(tree)))
+    picked = data.draw(st.sets(st.integers(0, len(tree) - 1)))
+    chosen = {0}.union(*([node, *tree.path(node)] for node in picked))
+    kept = [row for row, node in enumerate(rows.nodes) if node in chosen]
+    assert rows.only(kept) == depth_first(tree, chosen)
 
 
 # --- a new root ---------------------------------------------------------------------------------------------

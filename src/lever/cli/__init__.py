@@ -25,6 +25,7 @@ from lever.cli.plan import plan
 from lever.cli.profile import profile
 from lever.cli.run import run
 from lever.cli.serve import serve
+from lever.cli.train_predictor import train_predictor
 from lever.errors import DoesNotFit, LeverError, StorageError, UsageError
 
 VARIABLES = "Each flag has a variable: --top-k is LEVER_TOP_K. The command line wins over it."
@@ -65,6 +66,7 @@ app.command("plan", cls=_Verb)(plan)
 app.command("bench", cls=_Verb, epilog=VARIABLES)(bench)
 app.command("profile", cls=_Verb)(profile)
 app.command("pack", cls=_Verb)(pack)
+app.command("train-predictor", cls=_Verb)(train_predictor)
 app.command("info", cls=_Verb)(info)
 app.command("doctor", cls=_Verb)(doctor)
 app.command("pull", cls=_Verb)(pull)

@@ -27,6 +27,8 @@ def chat(
     no_draft: o.NoDraft = False,
     preset: o.PresetFlag = None,
     tree_attention: o.TreeAttentionFlag = o.TreeAttention.exact,
+    predictor: o.PredictorFlag = AUTO,
+    prune: o.PruneFlag = o.Prune.auto,
     max_tokens: o.MaxTokens = -1,
     seed: o.Seed = -1,
     temperature: o.Temperature = 0.8,
@@ -92,6 +94,8 @@ def chat(
         offline=offline,
         preset=preset,
         layout=layout,
+        predictor=predictor,
+        prune=prune,
     )
     setup = Setup(system, use_profile=not no_profile, keep_history=not no_history, quiet=quiet)
     raise typer.Exit(talk(wanted, settings, request, setup))

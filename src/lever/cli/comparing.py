@@ -31,7 +31,7 @@ from lever.peer import DRAFT_ROOM, LLAMA_CPP, LlamaCpp, PeerModel, require_gguf,
 from lever.plots import draw_bench, require_matplotlib
 from lever.policies import preset
 from lever.profile import identity_of
-from lever.settings import SAMPLING_NUMBERS
+from lever.settings import SAMPLING_NUMBERS, Prune
 from lever.trace import Cycle
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ class Asked:
     prompts_name: str
     rounds: int
     draft: str
+    predictor: str
+    prune: Prune
     use_image: bool
     use_profile: bool
     peer: bool
@@ -179,12 +181,21 @@ def raw_rate(raw: RawReads, llm: LLM) -> float:
 
 def _open(asked: Asked, settings: ModelSettings, output: Output, progress: Bar) -> LLM:
     """The model, with its draft if a preset needs one, in what the budget leaves beside raw reads."""
-    drafting = next((name for name in asked.presets if preset(name).drafts), PLAIN)
+    # What a preset that prunes needs, others need too.
+    drafting = sorted((name for name in asked.presets if preset(name).drafts), key=lambda name: not preset(name).prunes)
     if settings.dram <= RAW_BYTES:
         raise DoesNotFit(
             f"the budget is {format_size(settings.dram)}, and raw reads alone take {format_size(RAW_BYTES)}"
         )
-    wanted = Wanted(asked.model, asked.draft, drafting, asked.use_image, output.offline)
+    wanted = Wanted(
+        asked.model,
+        asked.draft,
+        drafting[0] if drafting else PLAIN,
+        asked.use_image,
+        output.offline,
+        asked.predictor,
+        asked.prune,
+    )
     return open_llm(wanted, replace(settings, dram=settings.dram - RAW_BYTES), progress)
 
 

@@ -76,7 +76,7 @@ def _document(model: CachedModel) -> dict[str, object]:
 def rm(
     models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Names as lever list shows them.")],
 ) -> None:
-    """Delete models and their flash images from the caches; never a file elsewhere.
+    """Delete models, their flash images and their predictors from the caches; never a file elsewhere.
 
     lever rm demo demo-draft
     """
@@ -85,5 +85,7 @@ def rm(
 
     for model in models:
         removed = remove(model)
-        both = " and its flash images" if removed.image_bytes and removed.bytes else ""
-        note(f"removed {model}{both}, {format_size(removed.bytes + removed.image_bytes)} freed")
+        images = ["its flash images"] * bool(removed.image_bytes and removed.bytes)
+        what = [model, *images, *["its predictors"] * bool(removed.predictor_bytes)]
+        named = " and ".join([", ".join(what[:-1]), what[-1]] if len(what) > 1 else what)
+        note(f"removed {named}, {format_size(removed.total)} freed")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lever.errors import UsageError
-from lever.settings import NONE, SamplerSettings
+from lever.settings import AUTO, NONE, SamplerSettings
 
 if TYPE_CHECKING:
     from lever.grammar import Grammar
@@ -43,6 +43,14 @@ class TreeAttention(StrEnum):
 
     exact = "exact"
     masked = "masked"
+
+
+class Prune(StrEnum):
+    """Which rows of a tree go on behind a middle layer."""
+
+    auto = "auto"
+    paper = "paper"
+    off = "off"
 
 
 def variable(flag: str) -> str:
@@ -107,12 +115,14 @@ def wanted(
     offline: bool,
     preset: str | None = None,
     layout: Layout = Layout.auto,
+    predictor: str = AUTO,
+    prune: Prune = Prune.auto,
 ) -> Wanted:
     """What the flags about the model and its draft say. For another layout than its own it is the file, no image."""
     from lever.opening import Wanted
 
     use_image = not no_image and layout is Layout.auto
-    return Wanted(model, NONE if no_draft else draft, preset, use_image, offline)
+    return Wanted(model, NONE if no_draft else draft, preset, use_image, offline, predictor, prune.value)
 
 
 def generation_settings(
@@ -258,6 +268,26 @@ TreeAttentionFlag = Annotated[
         value="WAY",
         help="exact: guesses are checked with the bits of plain decoding. masked: in fewer steps, faster with a long "
         "context, but sums run in another order: text may differ at near ties, which are counted.",
+    ),
+]
+PredictorFlag = Annotated[
+    str,
+    flag(
+        MEMORY,
+        "--predictor",
+        value="FILE",
+        help="What tells in the middle of a pass which guesses are not worth the rest of it; the text stays the same. "
+        "auto: the one that lever train-predictor has made for model and draft, if any; none.",
+    ),
+]
+PruneFlag = Annotated[
+    Prune,
+    flag(
+        MEMORY,
+        "--prune",
+        value="WAY",
+        help="auto: guesses are dropped in the middle of a pass where that saves time. paper: by a threshold, in every "
+        "pass. off: never.",
     ),
 ]
 NoImage = Annotated[

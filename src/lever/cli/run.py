@@ -45,6 +45,8 @@ def run(
     no_draft: o.NoDraft = False,
     preset: o.PresetFlag = None,
     tree_attention: o.TreeAttentionFlag = o.TreeAttention.exact,
+    predictor: o.PredictorFlag = AUTO,
+    prune: o.PruneFlag = o.Prune.auto,
     max_tokens: o.MaxTokens = -1,
     seed: o.Seed = -1,
     temperature: o.Temperature = 0.8,
@@ -111,7 +113,15 @@ def run(
         constraint=constraint,
     )
     wanted = o.wanted(
-        reference, draft, no_draft=no_draft, no_image=no_image, offline=offline, preset=preset, layout=layout
+        reference,
+        draft,
+        no_draft=no_draft,
+        no_image=no_image,
+        offline=offline,
+        preset=preset,
+        layout=layout,
+        predictor=predictor,
+        prune=prune,
     )
     question = Question(wanted, read_prompt(source), system, raw=raw, use_profile=not no_profile)
     raise typer.Exit(answer(question, settings, request, Output(json_output, quiet)))

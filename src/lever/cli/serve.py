@@ -97,6 +97,8 @@ def serve(
     no_draft: o.NoDraft = False,
     preset: o.PresetFlag = None,
     tree_attention: o.TreeAttentionFlag = o.TreeAttention.exact,
+    predictor: o.PredictorFlag = AUTO,
+    prune: o.PruneFlag = o.Prune.auto,
     offline: o.Offline = False,
     quiet: o.Quiet = False,
     _verbose: o.Verbose = False,
@@ -139,7 +141,17 @@ def serve(
         layout=layout,
         grammars=is_installed() and not no_grammars,
     )
-    wanted = o.wanted(model, draft, no_draft=no_draft, no_image=no_image, offline=offline, preset=preset, layout=layout)
+    wanted = o.wanted(
+        model,
+        draft,
+        no_draft=no_draft,
+        no_image=no_image,
+        offline=offline,
+        preset=preset,
+        layout=layout,
+        predictor=predictor,
+        prune=prune,
+    )
     listening = listen(host, port)
     url, names = url_of(listening), names_of(model, alias)
     gates = Gates(hosts=allowed_hosts(host, allowed_host or []), origins=tuple(cors_origin or []), keys=keys)

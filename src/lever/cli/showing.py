@@ -132,7 +132,14 @@ def guessing(stats: RunStats) -> list[str]:
     if plain > MOSTLY:
         why = "the text repeats nothing" if stats.draft == LOOKUP else "plain decoding is faster here"
         return [f"no guess in {100 * plain:.0f} % of the passes: {why}"]
-    return [f"{stats.tokens_per_cycle:.1f} a pass with {stats.draft}"]
+    return [f"{stats.tokens_per_cycle:.1f} a pass with {stats.draft}{_pruned(stats)}"]
+
+
+def _pruned(stats: RunStats) -> str:
+    """How many guesses did not see all layers or, where a predictor is there, why all did."""
+    if stats.pruned:
+        return f", {100 * stats.pruned / stats.verified:.0f} % of its guesses pruned"
+    return ", none of its guesses pruned: that would save no time" if stats.prune == "auto" and stats.verified else ""
 
 
 def _speed(stats: RunStats) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from lever.errors import StorageError, UsageError
-from lever.models import assemble, cache, catalogue, hub, images
+from lever.models import assemble, cache, catalogue, hub, images, predictors
 from lever.models.cache import Progress, Silent
 
 __all__ = ["CachedModel", "Progress", "Removed", "ResolvedModel", "Silent", "list_models", "remove", "resolve"]
@@ -40,10 +40,15 @@ class CachedModel:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Bytes that were freed, of a model and of its flash images."""
+    """Bytes that were freed, of a model, of its flash images, and of predictors for it or beside it as a draft."""
 
     bytes: int
     image_bytes: int = 0
+    predictor_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.bytes + self.image_bytes + self.predictor_bytes
 
 
 def resolve(ref: str, *, offline: bool = False, progress: Progress | None = None) -> ResolvedModel:
@@ -101,10 +106,11 @@ def remove(name: str) -> Removed:
 
 def _remove_own(path: Path) -> Removed:
     with cache.exclusive(path.stem, Silent()):
+        predictor_bytes = predictors.remove_predictors([path])  # first: the model's hash tells which
         nbytes, image_bytes = path.lstat().st_size, images.remove_images(path)
         cache.forget(path)
         path.unlink()
-    return Removed(nbytes, image_bytes)
+    return Removed(nbytes, image_bytes, predictor_bytes)
 
 
 def _remove_lone_image(name: str) -> Removed:
@@ -119,8 +125,9 @@ def _remove_from_hub(name: str) -> Removed:
     model = hub.cached(hub.parse(name))
     if model is None:
         raise _not_cached(name)
+    predictor_bytes = predictors.remove_predictors(model.files)
     image_bytes = sum(images.remove_images(file) for file in model.files)  # while the links tell which
-    return Removed(hub.remove(model.files), image_bytes)
+    return Removed(hub.remove(model.files), image_bytes, predictor_bytes)
 
 
 def _not_cached(name: str) -> UsageError:

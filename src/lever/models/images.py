@@ -17,6 +17,7 @@ from pathlib import Path
 from lever import gguf as gguf_file
 from lever.errors import LeverError, ModelError, StorageError, UnsupportedModel
 from lever.ggml import load
+from lever.gguf import GGUF
 from lever.models.cache import Progress, home, known_sha256, place_hash, stamp
 from lever.weights.image import Image, pack_command
 
@@ -115,6 +116,12 @@ def source_sha256(files: Sequence[Path], progress: Progress) -> str:
     """The hash that names a model: that of its file or, of a split one, that of the hashes of its parts in order."""
     hashes = [known_sha256(path, progress) for path in files]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def model_sha256(gguf: GGUF, progress: Progress) -> str:
+    """The hash that names a model; a flash image has that of its source."""
+    image = Image.of(gguf)
+    return image.source_sha256 if image is not None else source_sha256(gguf.files, progress)
 
 
 def steady_sha256(source: Path, progress: Progress) -> Callable[[], str]:

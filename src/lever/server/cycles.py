@@ -10,11 +10,13 @@ import msgspec
 from lever.tokenizer import Tokenizer
 from lever.trace import Cycle, Mark
 
-State = Literal["root", "accepted", "checked", "drafted"]
+State = Literal["root", "accepted", "checked", "pruned", "drafted"]
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A token of the tree. "checked": the target has seen it and drew another; "drafted": it never came so far."""
+    """A token of the tree. "checked": the target has seen it and drew another; "pruned": the target had begun to look
+    at it; "drafted": it never came so far.
+    """
 
     text: str
     parent: int  # its place in the list; -1 for the root
@@ -61,6 +63,7 @@ class Cycles:
     def _nodes(self, cycle: Cycle) -> list[Node]:
         tree, rows = cycle.tree, cycle.rows.nodes
         states: dict[int, State] = dict.fromkeys(rows, "checked")
+        states |= dict.fromkeys(cycle.pruned, "pruned")
         states |= {rows[row]: "accepted" for row in cycle.accepted}
         states[0] = "root"
         return [
