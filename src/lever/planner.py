@@ -361,10 +361,12 @@ def shortage(llm: LLM, settings: ModelSettings, error: DoesNotFit, *, draft: boo
 
 
 def _least(llm: LLM, settings: ModelSettings, start: int, draft: bool) -> int:
-    """The least budget, in whole MiB, for which there is a plan."""
+    """The least budget for which there is a plan, in whole MiB, and one more: the next process may hold a little more
+    before it plans.
+    """
     budgets = (round_up(start, MIB) + step * MIB for step in range(SEARCH))
     fitting = (budget for budget in budgets if fits(llm, replace(settings, dram=budget), draft=draft))
-    return next(fitting, start + SEARCH * MIB)
+    return next(fitting, start + SEARCH * MIB) + MIB
 
 
 def fits(llm: LLM, settings: ModelSettings, *, draft: bool) -> bool:

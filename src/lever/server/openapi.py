@@ -101,7 +101,7 @@ def document() -> dict[str, Any]:
 def _described(operation: Operation, schemas: dict[type[msgspec.Struct], Any]) -> dict[str, Any]:
     content: dict[str, Any] = {operation.media: {"schema": _schema(operation, schemas)}}
     if operation.chunk is not None:
-        content[operation.stream] = {"schema": {"type": "string"}, "x-data": schemas[operation.chunk]}
+        content[operation.stream] = {"x-data": schemas[operation.chunk]}  # a schema would be that of the whole text
     refusals = sorted({401, 403, *operation.refusals})
     error = {"application/json": {"schema": schemas[operation.error]}}
     described: dict[str, Any] = {
