@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
+from lever import choice
 from lever.errors import UsageError
 from lever.tree import DraftTree
 
@@ -147,18 +148,9 @@ def most_worth(now: Situation) -> list[int]:
 
 
 def likeliest(now: Situation, rate_of: Callable[[int, float], float]) -> tuple[list[int], float]:
-    """The likeliest nodes, as many as give the most tokens a second, and how many that is: `rate_of(n, tokens)` for a
-    cycle that checks n nodes, of which so many tokens are expected.
-    """
-    nodes = (node for node in range(len(now.tree)) if now.tree.depths[node] <= now.depth)
-    order = sorted(nodes, key=lambda node: (-now.tree.reach[node], node))
-    best, best_rate, tokens = 1, 0.0, 0.0
-    for n, node in enumerate(order[: now.most_rows], start=1):
-        tokens += now.tree.reach[node]
-        tokens_per_s = rate_of(n, tokens)
-        if tokens_per_s > best_rate:
-            best, best_rate = n, tokens_per_s
-    return order[:best], best_rate
+    """The likeliest nodes that a pass may check, as many as give the most tokens a second, and how many that is."""
+    nodes = [node for node in range(len(now.tree)) if now.tree.depths[node] <= now.depth]
+    return choice.likeliest(now.tree.reach, nodes, rate_of, now.most_rows)
 
 
 def rate(now: Situation, nodes: Sequence[int]) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from lever.choice import likeliest
 from lever.tree import DraftTree, TreeRows
 
 LEAST_ROWS, LEAST_LEAVES = 4, 2  # that the paper's rule may leave of a tree; it is not pruned otherwise
@@ -125,16 +126,9 @@ def over_threshold(rows: TreeRows, edge: Sequence[float], threshold: float, *, s
 
 def most_worth(rows: TreeRows, reach: Sequence[float], rate_of: Callable[[int, float], float]) -> list[int]:
     """The likeliest rows, as many as give the most tokens a second: `rate_of(n, tokens)` for n rows that go on, of
-    which so many tokens are expected. A parent is among them before its children, for it is never less likely.
+    which so many tokens are expected.
     """
-    order = sorted(range(len(rows.parents)), key=lambda row: (-reach[row], row))
-    best, best_rate, tokens = 1, 0.0, 0.0
-    for n, row in enumerate(order, start=1):
-        tokens += reach[row]
-        tokens_per_s = rate_of(n, tokens)
-        if tokens_per_s > best_rate:
-            best, best_rate = n, tokens_per_s
-    return sorted(order[:best])
+    return sorted(likeliest(reach, range(len(rows.parents)), rate_of)[0])
 
 
 def _children(rows: TreeRows) -> list[list[int]]:

@@ -26,6 +26,7 @@ RANKS = (
         "text",
         "tree",
         "cost",
+        "choice",
         "times",
         "gbnf",
     },
