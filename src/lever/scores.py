@@ -7,6 +7,7 @@ kernels' own layout, rows lie interleaved, so a few that lie together are multip
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,11 +18,11 @@ from numpy.typing import NDArray
 
 from lever.arch import ModelConfig
 from lever.errors import UnsupportedModel
-from lever.ggml import Backend, Buffer, Context, GraphAllocator, Library
+from lever.ggml import Backend, Context, GraphAllocator, Library
+from lever.ggml.arrays import shared
 from lever.ggml.layout import takes_repacked
-from lever.gguf import F16, F32
 from lever.owner import Owner
-from lever.pages import Pages, round_up
+from lever.pages import round_up
 from lever.transformer import F32_BYTES
 from lever.weights.plan import ModelUnits
 from lever.weights.tensors import Weights
@@ -64,11 +65,11 @@ class Scores(Owner):
             self._inputs = stack.enter_context(Context(ggml, 3))
             self._context = stack.enter_context(Context(ggml, NODES, NODES))
             self._allocator = stack.enter_context(GraphAllocator(ggml))
-            self._matrix, data = self._tensor(stack, F16, n_embd, n_embd, 2)
-            fill(data.view(np.float16)[: n_embd * n_embd].reshape(n_embd, n_embd))
-            self._translated, _ = self._tensor(stack, F32, n_embd, n_rows, F32_BYTES)
-            self._products, products = self._tensor(stack, F32, self._group, PAIRS, F32_BYTES)
-            self._found = products.view(np.float32)[: PAIRS * self._group].reshape(PAIRS, self._group)
+            array = functools.partial(shared, ggml, self._inputs, stack)
+            self._matrix, matrix = array(np.float16, n_embd, n_embd)
+            fill(matrix)
+            self._translated, _ = array(np.float32, n_rows, n_embd)
+            self._products, self._found = array(np.float32, PAIRS, self._group)
             self._allocator.reserve(self._translation(self._translated, n_rows))  # nothing here is larger
             self._cleanup = stack.pop_all()
 
@@ -125,10 +126,3 @@ class Scores(Owner):
     def _run(self, graph: int) -> None:
         self._allocator.allocate(graph)
         self._backend.compute(graph)
-
-    def _tensor(self, stack: ExitStack, kind: int, length: int, rows: int, item: int) -> tuple[int, NDArray[np.uint8]]:
-        """A tensor [length, rows] and its memory."""
-        pages = stack.enter_context(Pages(length * rows * item))
-        buffer = stack.enter_context(Buffer(self._ggml, pages.address, pages.nbytes))
-        tensor = self._ggml.new_tensor_2d(self._inputs.handle, kind, length, rows)
-        return buffer.place(tensor, pages.address), pages.bytes

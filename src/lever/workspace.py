@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from lever.arch import ModelConfig
-from lever.ggml import Buffer, Context, Library
-from lever.gguf import F16, F32, I32
+from lever.ggml import Context, Library
+from lever.ggml.arrays import placed, shared
 from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE
 from lever.owner import Owner
-from lever.pages import Pages, round_up
+from lever.pages import round_up
 from lever.settings import TreeAttention
 from lever.transformer import F32_BYTES, Run
 from lever.weights.embedding import EmbeddingRows
@@ -77,22 +76,23 @@ class Workspace(Owner):
     """Each part as a ggml tensor and, under `..._array`, as a NumPy array of the same memory."""
 
     def __init__(self, ggml: Library, config: ModelConfig, embedding: EmbeddingRows, shape: ModelShape) -> None:
-        self._ggml = ggml
         self._shown: Block | None = None
         n_rows, n_logits = _widths(shape)
         with ExitStack() as stack:
             self._context = stack.enter_context(Context(ggml, 8))
-            rows = functools.partial(self._rows, stack)
-            self.hidden, self.hidden_array = rows(F32, np.float32, n_rows, config.n_embd)
-            self.chosen, self.chosen_array = rows(F32, np.float32, n_logits, config.n_embd)
-            self.logits, self.logits_array = rows(F32, np.float32, n_logits, config.n_vocab)
-            self.mask, self._mask_array = rows(F16, np.float16, shape.graph_rows, shape.n_slots)
-            self.positions, positions = rows(I32, np.int32, 1, shape.graph_rows)
-            self.ids, ids = rows(I32, np.int32, 1, shape.graph_rows)
+            rows = functools.partial(shared, ggml, self._context, stack)
+            self.hidden, self.hidden_array = rows(np.float32, n_rows, config.n_embd)
+            self.chosen, self.chosen_array = rows(np.float32, n_logits, config.n_embd)
+            self.logits, self.logits_array = rows(np.float32, n_logits, config.n_vocab)
+            self.mask, self._mask_array = rows(np.float16, shape.graph_rows, shape.n_slots)
+            self.positions, positions = rows(np.int32, 1, shape.graph_rows)
+            self.ids, ids = rows(np.int32, 1, shape.graph_rows)
             self.mixed = 0
             if shape.n_nodes:
-                self.mixed, _ = rows(F32, np.float32, shape.padded(shape.n_nodes), config.n_heads * config.head_dim)
-            self.table = self._embedding_table(stack, embedding)
+                self.mixed, _ = rows(np.float32, shape.padded(shape.n_nodes), config.n_heads * config.head_dim)
+            # The rows that `embedding` has loaded, as a matrix that GET_ROWS can take from.
+            table, n_loaded, where = embedding.table, embedding.n_rows, (embedding.address, embedding.rows_nbytes)
+            self.table = placed(ggml, self._context, stack, table.type, n_loaded, table.shape[0], *where)
             self._cleanup = stack.pop_all()
         self._positions_array, self.ids_array = positions[0], ids[0]
 
@@ -123,23 +123,6 @@ class Workspace(Owner):
     def close(self) -> None:
         """Free the memory; tensors become invalid."""
         self._cleanup.close()
-
-    def _rows(self, stack: ExitStack, kind: int, dtype: DTypeLike, rows: int, length: int) -> tuple[int, NDArray[Any]]:
-        """A tensor [length, rows] and the array [rows, length] over it."""
-        nbytes = rows * length * np.dtype(dtype).itemsize
-        pages = stack.enter_context(Pages(nbytes))
-        tensor = self._matrix(stack, kind, length, rows, pages.address, pages.nbytes)
-        return tensor, pages.bytes[:nbytes].view(dtype).reshape(rows, length)
-
-    def _embedding_table(self, stack: ExitStack, embedding: EmbeddingRows) -> int:
-        """The rows that `embedding` has loaded, as a matrix that GET_ROWS can take from."""
-        table, n_rows = embedding.table, embedding.n_rows
-        return self._matrix(stack, table.type, table.shape[0], n_rows, embedding.address, embedding.rows_nbytes)
-
-    def _matrix(self, stack: ExitStack, kind: int, length: int, rows: int, address: int, nbytes: int) -> int:
-        """A tensor [length, rows] at the start of memory of somebody's."""
-        buffer = stack.enter_context(Buffer(self._ggml, address, nbytes))
-        return buffer.place(self._ggml.new_tensor_2d(self._context.handle, kind, length, rows), address)
 
 
 def _widths(shape: ModelShape) -> tuple[int, int]:

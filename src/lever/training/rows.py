@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lever.errors import UsageError
-from lever.ggml import Backend, Buffer, Context, GraphAllocator
-from lever.gguf import F32, I32
+from lever.ggml import Backend, Context, GraphAllocator
+from lever.ggml.arrays import placed, shared
 from lever.loader import LoadedModel
 from lever.owner import Owner
-from lever.pages import Pages
-from lever.transformer import F32_BYTES
+from lever.transformer import Transformer
 from lever.weights.embedding import EmbeddingRows
 from lever.weights.reader import DirectFile
 
@@ -32,27 +31,20 @@ class OutputRows(Owner):
             raise UsageError("the output projection of this flash image cannot be read row by row: use --no-image")
         table = loaded.gguf.tensors[name]
         file = image.open(loaded.gguf) if image is not None else DirectFile(loaded.gguf.files[table.file])
-        self._ggml, self._n_embd = ggml, config.n_embd
+        self._ggml, self._transformer = ggml, Transformer(ggml, config)
         self._places: dict[int, int] = {}
         self._table = np.zeros((most, config.n_embd), np.float16)
         with ExitStack() as stack:
             self._rows = stack.enter_context(EmbeddingRows(file, table, AT_ONCE))
             self._backend = stack.enter_context(Backend(ggml, 1))
             self._allocator = stack.enter_context(GraphAllocator(ggml))
-            self._inputs = stack.enter_context(Context(ggml, 3))
+            inputs = stack.enter_context(Context(ggml, 3))
             self._context = stack.enter_context(Context(ggml, 8, 8))
-
-            def matrix(kind: int, length: int, n: int, address: int, nbytes: int) -> int:
-                buffer = stack.enter_context(Buffer(ggml, address, nbytes))
-                return buffer.place(ggml.new_tensor_2d(self._inputs.handle, kind, length, n), address)
-
-            found = stack.enter_context(Pages(F32_BYTES * AT_ONCE * config.n_embd))
-            ids = stack.enter_context(Pages(4 * AT_ONCE))
-            self._quantised = matrix(table.type, config.n_embd, AT_ONCE, self._rows.address, self._rows.rows_nbytes)
-            self._found = matrix(F32, config.n_embd, AT_ONCE, found.address, found.nbytes)
-            self._ids = matrix(I32, AT_ONCE, 1, ids.address, ids.nbytes)
-            ids.bytes[: 4 * AT_ONCE].view(np.int32)[:] = np.arange(AT_ONCE)
-            self._array = found.bytes[: F32_BYTES * AT_ONCE * config.n_embd].view(np.float32).reshape(AT_ONCE, -1)
+            where = self._rows.address, self._rows.rows_nbytes
+            self._quantised = placed(ggml, inputs, stack, table.type, AT_ONCE, config.n_embd, *where)
+            self._found, self._array = shared(ggml, inputs, stack, np.float32, AT_ONCE, config.n_embd)
+            self._ids, ids = shared(ggml, inputs, stack, np.int32, 1, AT_ONCE)
+            ids[:] = np.arange(AT_ONCE)
             self._cleanup = stack.pop_all()
 
     @property
@@ -79,13 +71,10 @@ class OutputRows(Owner):
         self._cleanup.close()
 
     def _read(self, tokens: Sequence[int]) -> None:
-        ggml = self._ggml
         where = self._rows.load(tokens)
         self._context.reset()
-        graph = self._context.new_graph()
-        ids = ggml.view_1d(self._context.handle, self._ids, AT_ONCE, 0)
-        rows = ggml.get_rows(self._context.handle, self._quantised, ids)
-        ggml.build_forward_expand(graph, ggml.cpy(self._context.handle, rows, self._found))
+        ids = self._ggml.view_1d(self._context.handle, self._ids, AT_ONCE, 0)
+        graph = self._transformer.embed(self._context, self._quantised, ids, self._found)
         self._allocator.allocate(graph)
         self._backend.compute(graph)
         first = len(self._places)
