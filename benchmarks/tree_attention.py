@@ -18,7 +18,7 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import islice, pairwise, product
@@ -38,8 +38,6 @@ from lever.request import NEAR_TIE
 from lever.sample import top2_gap
 from lever.settings import TreeAttention
 from lever.stats import RunStats
-
-Forward = Callable[[Sequence[int], Sequence[int], Callable[[int], None]], Sequence[int]]
 
 CYCLE_S = 0.45  # a streamed cycle of the demo, to take shares of
 BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0)
@@ -65,13 +63,13 @@ def tree(n_rows: int, n_leaves: int) -> list[int]:
     return parents + sorted(places, reverse=True)
 
 
-def layer_seconds(loaded: LoadedModel, forward: Forward, parents: Sequence[int], n_context: int) -> list[float]:
+def layer_seconds(loaded: LoadedModel, attention: TreeAttention, parents: Sequence[int], n_context: int) -> list[float]:
     """Of each layer of one pass, Python's share included."""
     model, laps = loaded.model, [0.0]
     model.kv.truncate(0)
     model.kv.length = n_context
     tokens = [100 + 7 * row for row in range(len(parents))]
-    forward(tokens, parents, lambda _layer: laps.append(time.perf_counter()))
+    model.forward_tree(tokens, parents, lambda _layer: laps.append(time.perf_counter()), attention=attention)
     return [end - start for start, end in pairwise(laps[1:])]  # the first one has the embedding with it
 
 
@@ -89,14 +87,14 @@ def passes(args: argparse.Namespace) -> list[dict[str, Any]]:
     found: dict[tuple[Case, str], list[float]] = defaultdict(list)
     with LLM(resolve(args.model).path, settings) as llm:
         loaded, model = llm.loaded, llm.loaded.model
-        ways: list[tuple[str, Forward]] = [("exact", model.forward_paths), ("masked", model.forward_masked)]
-        layer_seconds(loaded, model.forward_paths, tree(4, 2), min(contexts))  # goes unmeasured
+        ways: list[TreeAttention] = ["exact", "masked"]
+        layer_seconds(loaded, "exact", tree(4, 2), min(contexts))  # goes unmeasured
         for number in range(args.rounds):
             for case in cases:
                 model.n_threads = case.threads
-                for name, forward in ways[:: -1 if number % 2 else 1]:
+                for attention in ways[:: -1 if number % 2 else 1]:
                     parents = tree(case.rows, case.leaves)
-                    found[case, name] += layer_seconds(loaded, forward, parents, case.context)
+                    found[case, attention] += layer_seconds(loaded, attention, parents, case.context)
             print(f"round {number + 1} of {args.rounds}", flush=True)
         n_layers = model.config.n_layers
     return [summary(case, n_layers, found[case, "exact"], found[case, "masked"]) for case in cases]

@@ -17,6 +17,7 @@ from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE, KVCache
 from lever.owner import Owner
 from lever.pages import round_up
 from lever.scores import Scores
+from lever.settings import TreeAttention
 from lever.sizing import wide_graphs
 from lever.steps import Steps
 from lever.transformer import F32_BYTES, Rows, Run, Transformer, graph_nodes, graph_tensors
@@ -115,15 +116,41 @@ class Model(Owner):
         parents: Sequence[int],
         after_layer: AfterLayer = lambda _layer: None,
         thinning: Thinning | None = None,
+        *,
+        attention: TreeAttention | None = None,
     ) -> Sequence[int]:
         """One pass over the layers for a tree of up to n_tree tokens that comes behind the cache; the rows that came
         through it, which from then on are numbered 0, 1, 2.
 
         parents[i] is the row of token i's parent; row 0 is the root, whose parent is -1. Rows are in depth-first order:
         a parent lies on the path of the row before. The cache keeps its length until `keep` takes over those of a path.
+
+        Attention is the model's own, unless it is made for "exact" and "masked" is asked for, for a comparison. Exact,
+        it goes path by path, and each row has the bits that it has in a text that is its path. Masked, it is in one
+        piece, over rows that lie behind the text in the order of the pass: the first rows, as long as each is the child
+        of the one before, lie where plain decoding has them, and have its bits; the sums of the others have their terms
+        in another order.
         """
-        forward = self.forward_paths if self.shape.tree_attention == "exact" else self.forward_masked
-        return forward(tokens, parents, after_layer, thinning)
+        assert 0 < len(tokens) <= self.shape.n_tree
+        self._require_open()
+        exact = (attention or self.shape.tree_attention) == "exact"
+        block, rows = self._paths_block if exact else self._masked_block, range(len(tokens))
+        chosen: Sequence[int] = rows
+
+        def thinned(layer: int) -> Sequence[Block] | None:
+            nonlocal chosen
+            if thinning is None or layer != thinning.layer:
+                return None
+            chosen = thinning.choose()
+            if len(chosen) == len(rows):
+                return None
+            self._workspace.hidden_array[: len(chosen)] = self._workspace.hidden_array[list(chosen)]
+            self.kv.compact(chosen, layer + 1)
+            place = {row: number for number, row in enumerate(chosen)}
+            return (block([place[parents[row]] if row else -1 for row in chosen]),)
+
+        self._pass(tokens, (block(parents),), after_layer, thinned)
+        return chosen
 
     @property
     def most_rows(self) -> int:
@@ -138,40 +165,6 @@ class Model(Owner):
         else:
             self.kv.gather(rows, len(rows))
             self.kv.truncate(self.kv.length)  # nothing stays behind the text
-
-    def forward_paths(
-        self,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        after_layer: AfterLayer = lambda _layer: None,
-        thinning: Thinning | None = None,
-    ) -> Sequence[int]:
-        """`forward_tree` with attention path by path: each row has the bits that it has in a text that is its path."""
-        assert 0 < len(tokens) <= self.shape.n_nodes
-        self._require_open()
-        block = self._tree_block(parents)
-        self.kv.require(max(block.slots) + 1 - self.kv.length)
-        return self._tree_pass(tokens, parents, self._tree_block, after_layer, thinning)
-
-    def forward_masked(
-        self,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        after_layer: AfterLayer = lambda _layer: None,
-        thinning: Thinning | None = None,
-    ) -> Sequence[int]:
-        """`forward_tree` with attention in one piece, over rows that lie behind the text in the order of the pass.
-
-        The first rows, as long as each is the child of the one before, lie where plain decoding has them, and have its
-        bits. The sums of the others have their terms in another order.
-        """
-
-        def block(parents: Sequence[int]) -> Block:
-            return self._nodes_block(0, [depth + 1 for depth in tree_depths(parents)], ancestry(parents))
-
-        assert 0 < len(tokens) <= self.shape.n_tree
-        self._require_open()
-        return self._tree_pass(tokens, parents, block, after_layer, thinning)
 
     def forward_nodes(
         self,
@@ -214,32 +207,6 @@ class Model(Owner):
         seen = np.concatenate([np.ones((n, length), bool), visible], axis=1)
         n_kv = round_up(length + first + n, SLOT_MULTIPLE)
         return Block(0, n, self.shape.padded(n), slots, n_kv, positions=positions, visible=seen)
-
-    def _tree_pass(
-        self,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        block: Callable[[Sequence[int]], Block],
-        after_layer: AfterLayer,
-        thinning: Thinning | None,
-    ) -> Sequence[int]:
-        """A pass in a block that `block` makes of parents, for all rows and, where it is thinned, for the rest."""
-        rows: Sequence[int] = range(len(tokens))
-
-        def thinned(layer: int) -> Sequence[Block] | None:
-            nonlocal rows
-            if thinning is None or layer != thinning.layer:
-                return None
-            rows = thinning.choose()
-            if len(rows) == len(tokens):
-                return None
-            self._workspace.hidden_array[: len(rows)] = self._workspace.hidden_array[list(rows)]
-            self.kv.compact(rows, layer + 1)
-            place = {row: number for number, row in enumerate(rows)}
-            return (block([place[parents[row]] if row else -1 for row in rows]),)
-
-        self._pass(tokens, (block(parents),), after_layer, thinned)
-        return rows
 
     def _pass(
         self,
@@ -291,17 +258,32 @@ class Model(Owner):
 
         The next call overwrites the array.
         """
-        assert 0 < len(rows) <= self.shape.n_logits
-        self._require_open()
-        space, m = self._workspace, self.shape.padded(len(rows))
-        space.chosen_array[:m] = space.hidden_array[[*rows, *[rows[-1]] * (m - len(rows))]]
+        space = self._workspace
+        m = self._choose(space.hidden_array, rows)
         chosen = self._begin(space.chosen, m)
         self.stats.projection_s += self._run(
             self._transformer.final_norm(self._context, chosen, self._small["output_norm.weight"])
         )
+        return self._logits(len(rows), m)
+
+    def logits_of(self, normed: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Logits [n, n_vocab] of up to n_logits rows as `normed` has them; the next call overwrites the array."""
+        return self._logits(len(normed), self._choose(normed, range(len(normed))))
+
+    def _choose(self, states: NDArray[np.float32], rows: Sequence[int]) -> int:
+        """Put these rows of states where the projection takes them from, and the last again as often as its graph
+        wants; how many there are then.
+        """
+        assert 0 < len(rows) <= self.shape.n_logits
+        self._require_open()
+        m = self.shape.padded(len(rows))
+        self._workspace.chosen_array[:m] = states[[*rows, *[rows[-1]] * (m - len(rows))]]
+        return m
+
+    def _logits(self, n: int, m: int) -> NDArray[np.float32]:
         with closing(self._weights.stream((band,) for band in self._units.projection)) as bands:
             self._project(bands, m)
-        logits: NDArray[np.float32] = space.logits_array[: len(rows)]
+        logits: NDArray[np.float32] = self._workspace.logits_array[:n]
         return logits
 
     def _project(self, bands: Iterable[Tensors], m: int) -> None:
@@ -323,18 +305,6 @@ class Model(Owner):
         """The rows [n_rows, n_embd] that the last `project` multiplied: final hidden states after their norm."""
         rows: NDArray[np.float32] = self._workspace.chosen_array[:n_rows]
         return rows
-
-    def logits_of(self, normed: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Logits [n, n_vocab] of up to n_logits rows as `normed` has them; the next call overwrites the array."""
-        n = len(normed)
-        assert 0 < n <= self.shape.n_logits
-        self._require_open()
-        space, m = self._workspace, self.shape.padded(n)
-        space.chosen_array[:m] = normed[[*range(n), *[n - 1] * (m - n)]]
-        with closing(self._weights.stream((band,) for band in self._units.projection)) as bands:
-            self._project(bands, m)
-        logits: NDArray[np.float32] = space.logits_array[:n]
-        return logits
 
     def close(self) -> None:
         """Free cache, workspace and graphs; weights and embedding are their owner's."""
@@ -366,7 +336,10 @@ class Model(Owner):
             slots = tuple(range(slot, slot + n))
             yield Block(start, n, self.shape.padded(n), slots, round_up(slot + n, SLOT_MULTIPLE))
 
-    def _tree_block(self, parents: Sequence[int]) -> Block:
+    def _masked_block(self, parents: Sequence[int]) -> Block:
+        return self._nodes_block(0, [depth + 1 for depth in tree_depths(parents)], ancestry(parents))
+
+    def _paths_block(self, parents: Sequence[int]) -> Block:
         n, m = len(parents), self.shape.padded(len(parents))
         depths = tree_depths(parents)
         slots = tuple(self.kv.length + depth for depth in depths)
@@ -375,6 +348,7 @@ class Model(Owner):
         for first, end in zip(starts, [*starts[1:], n], strict=True):
             width = self.shape.padded(end - first)
             runs.append(Run(first, end - first, slots[first], min(first, m - width), width))
+        self.kv.require(max(slots) + 1 - self.kv.length)
         return Block(0, n, m, slots, round_up(max(slots) + 1, SLOT_MULTIPLE), tuple(runs))
 
     def _load_ids(self, tokens: Sequence[int], block: Block) -> None:
