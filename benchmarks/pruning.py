@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lever import bench
 from lever.bench import limited, read_prompts
 from lever.companion import Companion
 from lever.draft import Draft
@@ -40,9 +41,11 @@ from lever.sample import Sampler
 from lever.scores import Scores
 from lever.settings import SamplerSettings
 from lever.stats import RunStats
+from lever.trace import Cycle
 from lever.training.trees import Checked, Kept, Watching, kept_by, tightest
 
 ACCEPTED = 0.95
+AUTO_OFF = "lever, auto", "lever, off"
 PAPERS_ROWS = 0.48  # of the rows go on in the paper, with 95 % of what is accepted, in 12.2 % less time
 
 ByThreshold = Callable[[float], Rule]
@@ -133,46 +136,36 @@ class Bench:
 
     def __init__(self, llm: LLM, draft: Draft, translator: Translator, scores: Scores, n_new: int) -> None:
         self._llm, self._draft, self._translator, self._scores, self._n_new = llm, draft, translator, scores, n_new
+        self._texts: dict[tuple[int, ...], list[int]] = {}
 
     def watch(self, n_rows: int, prompts: Sequence[Sequence[int]]) -> list[Checked]:
         """Trees that went through whole."""
         watching = Watching()
-        self._run(Preset("fixed", "", *best_nodes(n_rows), prunes=True), watching.rule, prompts, watching.cycle)
+        engine = self._engine(fixed(n_rows), watching.rule)
+        for prompt in prompts:
+            self._answer(engine, prompt, watching.cycle)
         return watching.checked
 
-    def run(self, policy: Preset, rule: Rule | None, prompts: Sequence[Sequence[int]], *, prune: bool = True) -> Online:
-        """Answers with a rule; without one, as many rows as are worth it, or with no pruning at all."""
-        passes: list[float] = []
+    def run(self, policy: Preset, rule: Rule | None, prompts: Sequence[Sequence[int]]) -> Online:
+        """Answers with a rule; without one, as many rows as are worth it where the policy prunes at all."""
+        return self._in_turn([self._engine(policy, rule)], prompts, 1)[0]
 
-        def timed(cycle: Any) -> None:
-            layers = [mark for mark in cycle.marks if mark.what == "layer"]
-            if len(cycle.rows.nodes) + len(cycle.pruned) > 1:
-                passes.append(layers[-1].end - layers[0].start)
+    def beside(self, policies: Sequence[Preset], prompts: Sequence[Sequence[int]], n_rounds: int) -> list[Online]:
+        """Answers of several policies, prompt by prompt in turn."""
+        first = self._engine(policies[0], None)
+        return self._in_turn([first, *(first.beside(policy) for policy in policies[1:])], prompts, n_rounds)
 
-        stats = self._run(policy, rule, prompts, timed, prune=prune)
-        total = {name: sum(getattr(s, name) for s in stats) for name in ("new_tokens", "decode_s", "cycles")}
-        verified, pruned = sum(s.verified for s in stats), sum(s.pruned for s in stats)
-        tokens = total["new_tokens"] - len(stats)
-        return Online(
-            rows=1 - pruned / max(verified, 1),
-            tokens_per_cycle=tokens / total["cycles"],
-            pass_s=median(passes) if passes else 0.0,
-            score_s=sum(s.prune_s for s in stats) / max(sum(s.pruned_cycles for s in stats), 1),
-            tokens_per_s=tokens / total["decode_s"],
-        )
+    def _in_turn(self, engines: Sequence[Engine], prompts: Sequence[Sequence[int]], n_rounds: int) -> list[Online]:
+        figures: list[list[RunStats]] = [[] for _ in engines]
+        passes: list[list[float]] = [[] for _ in engines]
+        for visit, prompt in enumerate([*prompts] * n_rounds):
+            for place in bench.turns(len(engines), visit):
+                figures[place].append(self._answer(engines[place], prompt, timed(passes[place])))
+        return [online(*found) for found in zip(figures, passes, strict=True)]
 
-    def _run(
-        self,
-        policy: Preset,
-        rule: Rule | None,
-        prompts: Sequence[Sequence[int]],
-        on_cycle: Callable[[Any], None],
-        *,
-        prune: bool = True,
-    ) -> list[RunStats]:
+    def _engine(self, policy: Preset, rule: Rule | None) -> Engine:
         loaded = self._llm.loaded
-        pruning = Pruning(self._scores, self._translator, rule) if prune else None
-        engine = Engine(
+        return Engine(
             loaded.model,
             loaded.store,
             loaded.n_threads,
@@ -180,30 +173,58 @@ class Bench:
             draft=self._draft,
             policy=policy,
             foretold=self._llm.foretold,
-            pruning=pruning,
+            pruning=Pruning(self._scores, self._translator, rule),
         )
-        draw = Sampler(SamplerSettings(seed=0, temperature=0.0), loaded.config.n_vocab).draw
-        found = []
-        for prompt in prompts:
-            stats = RunStats()
-            for _ in engine.steps(
-                prompt,
-                draw,
-                max_new_tokens=self._n_new,
-                end_tokens=self._llm.tokenizer.eog_ids,
-                stats=stats,
-                on_cycle=on_cycle,
-            ):
-                pass
-            found.append(stats)
-        return found
+
+    def _answer(self, engine: Engine, prompt: Sequence[int], on_cycle: Callable[[Cycle], None]) -> RunStats:
+        """Figures of one answer; SystemExit if it is another text than before, for the same prompt."""
+        stats = RunStats()
+        steps = engine.steps(
+            prompt,
+            Sampler(SamplerSettings(seed=0, temperature=0.0), self._llm.config.n_vocab).draw,
+            max_new_tokens=self._n_new,
+            end_tokens=self._llm.tokenizer.eog_ids,
+            stats=stats,
+            on_cycle=on_cycle,
+        )
+        tokens = [step.token for step in steps]
+        if self._texts.setdefault(tuple(prompt), tokens) != tokens:
+            raise SystemExit(f"another text: {tokens} instead of {self._texts[tuple(prompt)]}")
+        return stats
+
+
+def timed(passes: list[float]) -> Callable[[Cycle], None]:
+    """Notes the seconds of passes over trees."""
+
+    def note(cycle: Cycle) -> None:
+        layers = [mark for mark in cycle.marks if mark.what == "layer"]
+        if len(cycle.rows.nodes) + len(cycle.pruned) > 1:
+            passes.append(layers[-1].end - layers[0].start)
+
+    return note
+
+
+def online(stats: Sequence[RunStats], passes: Sequence[float]) -> Online:
+    """Figures of several answers together."""
+
+    def total(name: str) -> float:
+        return float(sum(getattr(answer, name) for answer in stats))
+
+    tokens = total("new_tokens") - len(stats)
+    return Online(
+        rows=1 - total("pruned") / max(total("verified"), 1),
+        tokens_per_cycle=tokens / total("cycles"),
+        pass_s=median(passes) if passes else 0.0,
+        score_s=total("prune_s") / max(total("pruned_cycles"), 1),
+        tokens_per_s=tokens / total("decode_s"),
+    )
 
 
 @contextmanager
 def opened(args: argparse.Namespace, settings: ModelSettings) -> Iterator[tuple[Bench, LLM, Translator]]:
     """A bench of the model, loaded."""
     progress = Silent()
-    wanted = Wanted(args.model, args.draft, preset="lever")
+    wanted = Wanted(args.model, args.draft, preset="lever", prune="off")  # a predictor is opened here
     with ExitStack() as stack:
         llm = stack.enter_context(open_llm(wanted, settings, progress))
         companion = llm.companion
@@ -226,7 +247,7 @@ def predictor_of(args: argparse.Namespace, llm: LLM, companion: Companion) -> Pr
     """The one that is named, or the kept one."""
     if args.predictor:
         return Predictor.read(Path(args.predictor))
-    found = predictors.kept(llm.gguf.path, companion.gguf.path, Silent())
+    found = predictors.kept(llm.config, llm.gguf, companion.gguf, Silent())
     assert found is not None, "no predictor: make one with lever train-predictor"
     return found
 
@@ -239,7 +260,7 @@ def weaken(companion: Companion, n_layers: int) -> None:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All settings, all rules."""
     prompts_of = limited(read_prompts(Path(args.prompts) if args.prompts else None), args.limit)
-    base = ModelSettings(dram=parse_size(args.dram), n_ctx=1024, n_tree=max(args.rows))
+    base = ModelSettings(dram=parse_size(args.dram), n_ctx=1024, n_tree=max(args.rows, default=0))
     found: dict[str, Any] = {}
     for name, settings in (
         ("all pinned, one thread", replace(base, pin_percent=100, n_threads=1)),
@@ -247,34 +268,44 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ):
         if args.only and args.only not in name:
             continue
-        with opened(args, settings) as (bench, llm, translator):
+        with opened(args, settings) as (ours, llm, translator):
             prompts = [llm.encode_chat([{"role": "user", "content": prompt.text}]) for prompt in prompts_of]
+            found[f"{name}, lever"] = auto(ours, prompts, args.rounds)
             for n_rows in args.rows:
                 started = time.perf_counter()
-                found[f"{name}, {n_rows} rows"] = rules(bench, translator, n_rows, prompts)
+                found[f"{name}, {n_rows} rows"] = rules(ours, translator, n_rows, prompts)
                 print(f"({time.perf_counter() - started:.0f} s)", flush=True)
     return found
 
 
-def rules(bench: Bench, translator: Translator, n_rows: int, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def rules(ours: Bench, translator: Translator, n_rows: int, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """One setting: what each rule would have done, and what it does."""
-    checked = bench.watch(n_rows, prompts)
-    fixed = Preset("fixed", "", *best_nodes(n_rows), prunes=True)
-    whole = bench.run(fixed, None, prompts, prune=False)
+    checked = ours.watch(n_rows, prompts)
+    whole = ours.run(replace(fixed(n_rows), prunes=False), None, prompts)
     found: dict[str, Any] = {"none": asdict(whole)}
     print(f"\n{n_rows} rows: {len(checked)} trees, layer {translator.layer}, {translator.mix}")
     print(f"{'rule':22} kept at 95 %  accepted at 48 %   rows  tokens  pass ms  score ms  tokens/s")
     print(f"{'none':22} {'':12}  {'':16} {_line(whole)}", flush=True)
     for name, rule in columns(translator.mix).items():
         known = offline(checked, rule)
-        seen = bench.run(fixed, rule(known.threshold), prompts)
+        seen = ours.run(fixed(n_rows), rule(known.threshold), prompts)
         found[name] = {"offline": asdict(known), **asdict(seen)}
         print(f"{name:22} {known.rows:12.3f}  {known.accepted_at_papers_rows:16.3f} {_line(seen)}", flush=True)
-    for name, prune in (("lever, off", False), ("lever, auto", True)):
-        seen = bench.run(preset("lever"), None, prompts, prune=prune)
-        found[name] = asdict(seen)
-        print(f"{name:22} {'':12}  {'':16} {_line(seen)}", flush=True)
     return found
+
+
+def auto(ours: Bench, prompts: Sequence[Sequence[int]], n_rounds: int) -> dict[str, Any]:
+    """The preset `lever` with and without pruning."""
+    lever = preset("lever")
+    both = ours.beside([lever, replace(lever, prunes=False)], prompts, n_rounds)
+    for name, seen in zip(AUTO_OFF, both, strict=True):
+        print(f"{name:22} {'':12}  {'':16} {_line(seen)}", flush=True)
+    return {name: asdict(seen) for name, seen in zip(AUTO_OFF, both, strict=True)}
+
+
+def fixed(n_rows: int) -> Preset:
+    """Trees of one size."""
+    return Preset("fixed", "", *best_nodes(n_rows), prunes=True)
 
 
 def _line(seen: Online) -> str:
@@ -292,7 +323,8 @@ def main() -> None:
     parser.add_argument("--draft-layers", type=int, default=0, help="a weaker draft: so many of its layers")
     parser.add_argument("--predictor", default="", help="its file, if not the kept one")
     parser.add_argument("--layer", type=int, default=-1, help="behind which rows are pruned, if not the best one")
-    parser.add_argument("--rows", type=int, nargs="+", default=[32, 64])
+    parser.add_argument("--rows", type=int, nargs="*", default=[32, 64], help="of trees of a fixed size; none: no such")
+    parser.add_argument("--rounds", type=int, default=3, help="of the preset lever with and without pruning")
     parser.add_argument("--prompts", default="")
     parser.add_argument("--limit", type=int, default=1, help="prompts of each domain")
     parser.add_argument("--tokens", type=int, default=64)
