@@ -351,6 +351,7 @@ class Row:
     drafted: float
     verified: float
     accepted: float
+    pruned: float = 0.0
     bound_s: float | None = None
     read_bytes_per_s: float | None = None
     draft_s: float | None = None
@@ -402,6 +403,7 @@ def _row(domain: str, results: Sequence[Result], bytes_per_pass: int, raw_rate: 
         drafted=share(total("drafted"), cycles),
         verified=share(total("verified"), cycles),
         accepted=share(total("accepted"), cycles),
+        pruned=share(total("pruned"), cycles),
         **told,
     )
 

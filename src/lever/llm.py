@@ -17,7 +17,7 @@ from lever.companion import LOGITS, PART, TREE_ROWS, Companion
 from lever.cycle_cost import Foretold
 from lever.draft import Draft
 from lever.engine import Engine
-from lever.errors import Cancelled, DoesNotFit, TemplateError, UsageError
+from lever.errors import Cancelled, DoesNotFit, ModelError, StorageError, TemplateError, UsageError
 from lever.ggml import load
 from lever.gguf import GGUF
 from lever.grammar import Grammar, GrammarConstraint, Vocabulary, nbytes
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 MOST_LOGPROBS = 20  # as OpenAI has it
 PREDICTOR = "predictor"  # of the plan
+NO_ROOM_TO_PRUNE = "the budget does not hold the predictor and the output projection as well"
 # Lists that only the tokenizer needs; they weigh tens of megabytes as Python objects.
 VOCABULARY_KEYS = ("tokens", "merges", "scores", "token_type")
 
@@ -90,15 +91,12 @@ class LLM(Owner):
         draft_name: str = "",
         lookup: bool = False,
         policy: str | None = None,
-        predictor: Predictor | None = None,
-        prune: Prune = "auto",
     ) -> None:
         """Read the file's header and build the tokenizer: enough to encode prompts. Errors as in `lever.errors`.
 
         `draft` is a small model of the same vocabulary that guesses ahead; with `lookup` and without a draft, guesses
-        come from the text alone; `policy` is the name of a preset; a `predictor` thins the draft's trees in the middle
-        of a pass, as `prune` says. None of these changes the text. DoesNotFit before the tokenizer is built, which
-        takes a hundred megabytes for a moment.
+        come from the text alone; `policy` is the name of a preset. None of these changes the text. DoesNotFit before
+        the tokenizer is built, which takes a hundred megabytes for a moment.
         """
         self.name = name or str(path)
         self.draft_name = draft_name or str(draft) if draft is not None else LOOKUP if lookup else None
@@ -107,12 +105,19 @@ class LLM(Owner):
         if self.policy.drafts and draft is None and not (lookup and self.policy.adaptive):
             raise UsageError(f"the preset {self.policy.name} needs a draft: give a model with --draft")
         self.gguf, self.config, self.tokenizer, self._companion = _read(path, self._with_trees(settings), draft)
-        self.prune: Prune = prune
-        self._predictor = predictor if draft is not None and prune != "off" else None
-        self._scores: Scores | None = None
+        self.prune: Prune = "off"
+        self._predictor: Predictor | None = None
+        self._must_prune = False
+        self._scores: Scores | None = None  # that passes are thinned by
         self.foretold: Foretold | None = None  # what the engine, made at the first answer, knows beforehand
         self._loaded: LoadedModel | None = None
         self._vocabulary: Vocabulary | None = None  # made for the first answer that obeys a grammar
+
+    def prune_with(self, predictor: Predictor, how: Prune, *, must: bool) -> None:
+        """Thin the draft's trees in the middle of passes; the text stays the same. Before `load`, which raises what is
+        wrong with the predictor's matrix where it `must` be used, and else goes on without it.
+        """
+        self._predictor, self.prune, self._must_prune = predictor, how, must
 
     def plan(self, settings: ModelSettings | None = None, *, draft: bool = True) -> tuple[ModelShape, Plan]:
         """What `load` would do with these settings, or with those it was made with; DoesNotFit if it would.
@@ -172,22 +177,33 @@ class LLM(Owner):
             settings, python = self._with_trees(settings or self.settings), rss_bytes()
             _, beside = self._planned(settings, python)  # before the draft is loaded: it may not fit
             if self._predictor is not None and PREDICTOR not in beside:
-                log.warning("not pruning: the budget does not hold the predictor and the output projection as well")
-                self._predictor = None
+                self._leave_predictor(NO_ROOM_TO_PRUNE)
             if self._companion is not None:
                 self._companion.load(python, progress)
             self._loaded = LoadedModel(
                 self.gguf, self.config, settings, beside=beside, python=python, progress=progress
             )
+            if self._predictor is not None:
+                self._open_scores(self._loaded, self._predictor)
         return self._loaded
 
-    def _pruning(self, loaded: LoadedModel) -> Pruning | None:
-        """What thins passes, opened once."""
-        if self._predictor is None:
+    def _open_scores(self, loaded: LoadedModel, predictor: Predictor) -> None:
+        try:
+            self._scores = loaded.open_scores(lambda into: predictor.read_matrix(predictor.best, into))
+        except (ModelError, StorageError) as error:
+            if self._must_prune:
+                raise
+            self._leave_predictor(str(error))
+
+    def _leave_predictor(self, why: str) -> None:
+        log.warning("not pruning: %s", why)
+        self._predictor, self.prune = None, "off"
+
+    def _pruning(self) -> Pruning | None:
+        """What thins passes."""
+        if self._scores is None or self._predictor is None:
             return None
-        predictor, best = self._predictor, self._predictor.best
-        if self._scores is None:
-            self._scores = loaded.open_scores(lambda into: predictor.read_matrix(best, into))
+        best = self._predictor.best
         return Pruning(self._scores, best, paper_rule(best) if self.prune == "paper" else None)
 
     @property
@@ -210,7 +226,7 @@ class LLM(Owner):
             draft=draft,
             policy=self.policy,
             foretold=self.foretold,
-            pruning=self._pruning(loaded),
+            pruning=self._pruning(),
         )
 
     def encode_raw(self, text: str) -> list[int]:
@@ -307,7 +323,7 @@ class LLM(Owner):
             n_ctx=loaded.shape.n_ctx,
             seed=seed,
             preset=self.policy.name,
-            prune="off" if self._predictor is None else self.prune,
+            prune=self.prune,
             predictor=None if self._predictor is None else str(self._predictor.path),
             model=self.name,
             draft=self.draft_name,

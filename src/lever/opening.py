@@ -22,7 +22,6 @@ from lever.models.images import find_image, image_path, steady_sha256
 from lever.pack import PackSettings, pack
 from lever.pair import PairProfile
 from lever.policies import preset as find_preset
-from lever.predictor import Predictor
 from lever.profile import (
     QUICK,
     Scope,
@@ -153,49 +152,50 @@ class Wanted:
 
 
 def open_llm(wanted: Wanted, settings: ModelSettings, progress: Told, *, ample: bool = False) -> LLM:
-    """The model's header and tokenizer, with its draft if there is one that fits.
+    """The model's header and tokenizer, with its draft if there is one that fits, and what prunes beside it.
 
     An `ample` one is opened whatever its budget: to see what it would take.
     """
+    with ExitStack() as stack:
+        llm = stack.enter_context(_open_models(wanted, replace(settings, dram=AMPLE) if ample else settings, progress))
+        if wanted.prune != "off" and wanted.predictor != NONE:
+            _find_predictor(llm, wanted, progress)
+        stack.pop_all()
+    return llm
+
+
+def _open_models(wanted: Wanted, settings: ModelSettings, progress: Told) -> LLM:
     opened = open_path(wanted.model, progress, use_image=wanted.use_image, offline=wanted.offline)
     plain = wanted.draft == NONE or (wanted.preset is not None and not find_preset(wanted.preset).drafts)
     name = None if plain else opened.draft if wanted.draft == AUTO else wanted.draft
-    budget = replace(settings, dram=AMPLE) if ample else settings
     if name == LOOKUP:
-        return LLM(opened.path, budget, name=wanted.model, lookup=True, policy=wanted.preset)
+        return LLM(opened.path, settings, name=wanted.model, lookup=True, policy=wanted.preset)
     if name is None:
-        return LLM(opened.path, budget, name=wanted.model, policy=wanted.preset)
+        return LLM(opened.path, settings, name=wanted.model, policy=wanted.preset)
     try:
-        draft = open_draft(name, budget, progress, offline=wanted.offline)
-        return LLM(
-            opened.path,
-            budget,
-            name=wanted.model,
-            draft=draft,
-            draft_name=name,
-            policy=wanted.preset,
-            predictor=_predictor(wanted, opened.path, draft, progress),
-            prune=wanted.prune,
-        )
+        draft = open_draft(name, settings, progress, offline=wanted.offline)
+        return LLM(opened.path, settings, name=wanted.model, draft=draft, draft_name=name, policy=wanted.preset)
     except (DoesNotFit, StorageError) as error:
-        if wanted.draft != AUTO or wanted.preset is not None or wanted.predictor not in (AUTO, NONE):
+        if wanted.draft != AUTO or wanted.preset is not None:
             raise
-        llm = LLM(opened.path, budget, name=wanted.model)  # refused by itself, if that is too large as well
+        llm = LLM(opened.path, settings, name=wanted.model)  # refused by itself, if that is too large as well
         without_draft(name, NO_ROOM if isinstance(error, DoesNotFit) else str(error))
         return llm
 
 
-def _predictor(wanted: Wanted, target: Path, draft: Path, progress: Told) -> Predictor | None:
-    """What thins the passes of a preset that does so, as far as it is wanted."""
-    prunes = wanted.preset is None or find_preset(wanted.preset).prunes
-    if not prunes or wanted.prune == "off" or wanted.predictor == NONE:
-        return None
-    if wanted.predictor == AUTO:
-        return predictors.kept(target, draft, progress)
-    found, same_draft = predictors.of_model(Path(wanted.predictor), target, draft, progress)
-    if not same_draft:
-        progress.note(f"the predictor {found.path} was made beside another draft: it may prune less well")
-    return found
+def _find_predictor(llm: LLM, wanted: Wanted, progress: Told) -> None:
+    """Give it the predictor that was asked for, or the kept one; what was asked for and is of no use is told of."""
+    named = wanted.predictor != AUTO
+    if llm.companion is None or not llm.policy.prunes:
+        if named or wanted.prune == "paper":
+            log.warning("not pruning: that takes a draft, and a preset that does: lever or lever-paper")
+        return
+    pair = llm.config, llm.gguf, llm.companion.gguf
+    found = predictors.named(Path(wanted.predictor), *pair, progress) if named else predictors.kept(*pair, progress)
+    if found is not None:
+        llm.prune_with(found, wanted.prune, must=named)
+    elif wanted.prune == "paper":
+        log.warning("not pruning: there is no predictor for this model and draft: lever train-predictor makes one")
 
 
 NO_ROOM = "the budget does not hold it as well"

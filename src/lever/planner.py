@@ -11,7 +11,7 @@ from lever.cycle_cost import CycleCost
 from lever.errors import DoesNotFit
 from lever.forecast import Cycle
 from lever.gguf import MATRIX_TYPES, TYPES
-from lever.llm import LLM, PREDICTOR
+from lever.llm import LLM, NO_ROOM_TO_PRUNE, PREDICTOR
 from lever.loader import LEAST_CTX, ModelSettings
 from lever.memory import MIB, format_size
 from lever.pages import round_up
@@ -165,6 +165,7 @@ class Outlook:
     profile: Profile | None
     draft: str | None = None  # that guesses ahead
     pruning: PruningOutlook | None = None  # None without a predictor, or a profile
+    no_pruning: str | None = None  # why a predictor that is there would be left out
 
     fits = True
 
@@ -192,6 +193,7 @@ class Outlook:
             and {"name": self.draft, "bytes": self.parts[PART], "times_as_fast_as_pinned_layers": self.draft_ratio},
             "presets": [speed.to_dict() for speed in self.speeds],
             "pruning": self.pruning and self.pruning.to_dict(),
+            "no_pruning": self.no_pruning,
             "more_dram": gain
             and {
                 "bytes": gain.nbytes,
@@ -220,6 +222,8 @@ class Outlook:
             yield speed.line()
         if self.pruning is not None:
             yield self.pruning.line()
+        if self.no_pruning is not None:
+            yield "pruning", "not used", self.no_pruning
         if self.draft_ratio is not None:
             yield "memory of the draft", format_size(self.parts[PART]), _better_use(self.draft_ratio)
         if self.gain is not None:
@@ -305,6 +309,7 @@ def outlook(
         profile,
         llm.draft_name if draft else None,
         asked.pruning(plan),
+        NO_ROOM_TO_PRUNE if draft and llm.translator is not None and PREDICTOR not in plan.parts else None,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -32,16 +32,16 @@ KEY = "lever.predictor."
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
     """What was found on text that was not fitted to: shares of positions, those included whose token is no candidate,
-    and of rows.
+    and of rows. At first nothing is known.
     """
 
-    positions: int
-    first_by_draft: float  # the target's token is the likeliest candidate
-    first_by_lens: float  # by the hidden state as it is, through the output projection
-    first_by_translator: float
-    first_by_both: float  # by the mix
-    kept_rows: float  # of a tree, by the mix, where 95 % of what is accepted without pruning is kept
-    kept_rows_by_draft: float
+    positions: int = 0
+    first_by_draft: float = 0.0  # the target's token is the likeliest candidate
+    first_by_lens: float = 0.0  # by the hidden state as it is, through the output projection
+    first_by_translator: float = 0.0
+    first_by_both: float = 0.0  # by the mix
+    kept_rows: float = 1.0  # of a tree, by the mix, where 95 % of what is accepted without pruning is kept
+    kept_rows_by_draft: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,26 +99,15 @@ class Predictor:
 
     def read_matrix(self, translator: Translator, into: NDArray[np.float16]) -> None:
         """Into [n_embd, n_embd]: what is translated is its product with a hidden state. StorageError, GGUFError."""
-        for row, found in zip(into, self._rows(translator), strict=True):
-            row[:] = found
-
-    def check_matrix(self, translator: Translator) -> None:
-        """As `read_matrix`, for its errors alone."""
-        for _ in self._rows(translator):
-            pass
-
-    def _rows(self, translator: Translator) -> Iterator[NDArray[np.float16]]:
-        """Rows of a matrix, in one place after the other."""
-        place, row = self.places[self.translators.index(translator)], np.empty(self.n_embd, np.float16)
+        place = self.places[self.translators.index(translator)]
         try:
             with self.path.open("rb") as file:
                 file.seek(place.offset)
-                for _ in range(self.n_embd):
-                    if file.readinto(row.view(np.uint8).data) != row.nbytes or not np.isfinite(row).all():
-                        raise GGUFError(f"{self.path}: its matrix of layer {translator.layer} is damaged; make it anew")
-                    yield row
+                n = file.readinto(into.reshape(-1).view(np.uint8).data)
         except OSError as error:
             raise StorageError(f"{self.path}: cannot be read: {error.strerror or error}") from error
+        if n != into.nbytes or not all(np.isfinite(row).all() for row in into):
+            raise GGUFError(f"{self.path}: its matrix of layer {translator.layer} is damaged; make it anew")
 
     @staticmethod
     def matrix_nbytes(config: ModelConfig) -> int:

@@ -45,16 +45,6 @@ from tests.native.test_speculation import (
 from tests.native.test_tree_pass import BUSHY, Tree, plain_logits, trees
 
 N_TREE = 24
-KNOWN = Quality(
-    positions=1,
-    first_by_draft=0.5,
-    first_by_lens=0.5,
-    first_by_translator=0.5,
-    first_by_both=0.5,
-    kept_rows=0.5,
-    kept_rows_by_draft=0.5,
-)
-
 Fill = Callable[[NDArray[np.float16]], None]
 
 
@@ -66,7 +56,7 @@ def at_random(seed: int) -> Fill:
 
 
 def translator(layer: int = 1, threshold: float = 0.2) -> Translator:
-    return Translator(layer=layer, mix=Mix(1.0, 1.0), threshold=threshold, quality=KNOWN)
+    return Translator(layer=layer, mix=Mix(1.0, 1.0), threshold=threshold, quality=Quality(kept_rows=0.5))
 
 
 def dropping(seed: int, share: float = 0.4) -> Rule:

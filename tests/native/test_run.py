@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,9 @@ import pytest
 from lever.arch import ModelConfig
 from lever.gguf import read
 from lever.models.predictors import predictor_path
-from lever.predictor import Translator
+from lever.predictor import Quality, Translator
 from lever.predictor import write as write_predictor
 from lever.prune import Mix
-from lever.training import NOTHING_KNOWN
 from lever.weights.store import BLOCK, DEPTH
 from tests.command import COMMAND, Lever, interrupt, notes_until, one_line
 from tests.fakes import wait_until
@@ -820,7 +818,7 @@ def test_a_plan_says_what_it_assumes_and_what_the_memory_of_the_draft_would_be_b
 def with_a_predictor(lever: Lever, model: Path, draft: Path) -> Path:
     """One in the cache that says of all candidates the same."""
     target, beside = (sha256(path.read_bytes()).hexdigest() for path in (model, draft))
-    quality = replace(NOTHING_KNOWN, kept_rows=0.5)
+    quality = Quality(kept_rows=0.5)
     translator = Translator(layer=0, mix=Mix(1.0, 1.0), threshold=0.2, quality=quality)
     path = Path(lever.environment["LEVER_HOME"]) / "predictors" / predictor_path(target, beside).name
     config = ModelConfig.from_gguf(read(model))

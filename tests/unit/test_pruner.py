@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from lever.cycle_cost import CycleCost, Foretold
 from lever.model import Model
 from lever.policies import Situation, most_worth
-from lever.predictor import Translator
+from lever.predictor import Quality, Translator
 from lever.prune import PAPER, Candidate, Mix, candidates, over_threshold, weigh
 from lever.pruner import FIRST_TOKENS, FORGOTTEN, PAYS, Pruner, Pruning, Rule, expected_gain, paper_rule
 from lever.scores import Scores
-from lever.training import NOTHING_KNOWN
 from lever.tree import IN_TEXT, DraftTree, TreeRows, depth_first
 from tests.fakes import FakeClock
 
@@ -29,7 +28,7 @@ UNLIKELY, TRUE = range(2, 19), 9  # tokens, and the one of them that comes
 
 
 def translator(layer: int = LAYER, kept_rows: float = 0.2, threshold: float = 0.2) -> Translator:
-    quality = replace(NOTHING_KNOWN, kept_rows=kept_rows)
+    quality = Quality(kept_rows=kept_rows)
     return Translator(layer=layer, mix=Mix(1.0, 1.0), threshold=threshold, quality=quality)
 
 

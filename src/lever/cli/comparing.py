@@ -261,6 +261,7 @@ def _about(asked: Asked, llm: LLM, request: Request, settings: ModelSettings, us
         "settings": {
             "model": _name(asked.model),
             "draft": _name(llm.draft_name) if llm.draft_name is not None else None,
+            "prune": llm.prune,
             "image": loaded.image.describe() if loaded.image is not None else None,
             "layout": loaded.layout,
             "presets": list(asked.presets),

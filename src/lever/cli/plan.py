@@ -33,6 +33,8 @@ def plan(
     no_profile: o.NoProfile = False,
     draft: o.Draft = AUTO,
     no_draft: o.NoDraft = False,
+    predictor: o.PredictorFlag = AUTO,
+    prune: o.PruneFlag = o.Prune.auto,
     json_output: o.Json = False,
     offline: o.Offline = False,
     quiet: o.Quiet = False,
@@ -51,7 +53,9 @@ def plan(
     from lever.opening import open_llm
 
     settings = o.model_settings(dram, threads, ring, pin=pin, ctx_size=ctx_size, batch_size=batch_size)
-    wanted = o.wanted(model, draft, no_draft=no_draft, no_image=no_image, offline=offline)
+    wanted = o.wanted(
+        model, draft, no_draft=no_draft, no_image=no_image, offline=offline, predictor=predictor, prune=prune
+    )
     # A model that does not fit is refused when it is opened; here it is told what would be needed.
     with bar(quiet=quiet) as progress, open_llm(wanted, settings, progress, ample=True) as llm:
         path = llm.gguf.path

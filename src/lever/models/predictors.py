@@ -7,9 +7,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from lever import gguf as gguf_file
 from lever.arch import ModelConfig
 from lever.errors import LeverError
+from lever.gguf import GGUF
 from lever.models.cache import Progress, Silent, home
 from lever.models.images import model_sha256, source_sha256
 from lever.predictor import Predictor
@@ -27,21 +27,31 @@ def predictor_path(target: str, draft: str) -> Path:
     return predictors_dir() / (hashlib.sha256(f"{target} {draft}".encode()).hexdigest()[:20] + ".gguf")
 
 
-def kept(target: Path, draft: Path, progress: Progress) -> Predictor | None:
+def kept(config: ModelConfig, target: GGUF, draft: GGUF, progress: Progress) -> Predictor | None:
     """The one that was made for this model and draft; None where there is none. One that is unsound is told of."""
     if not any(predictors_dir().glob("*.gguf")):
         return None  # so that large files are not hashed for nothing
-    config, sha256 = _named(target, progress)
-    path = predictor_path(sha256, _named(draft, progress)[1])
+    sha256 = model_sha256(target, progress)
+    path = predictor_path(sha256, model_sha256(draft, progress))
     if not path.exists():
         return None
     try:
         found = Predictor.read(path)
         found.check(config, sha256)
-        found.check_matrix(found.best)  # now: later it would end a run that has not asked for it
     except LeverError as error:
         log.warning("not pruning: %s", error)
         return None
+    return found
+
+
+def named(path: Path, config: ModelConfig, target: GGUF, draft: GGUF, progress: Progress) -> Predictor:
+    """One that somebody has named. Errors as of `Predictor.read`, and UsageError for another model's; another draft's
+    is told of.
+    """
+    found = Predictor.read(path)
+    found.check(config, model_sha256(target, progress))
+    if found.draft != model_sha256(draft, progress):
+        log.warning("the predictor %s was made beside another draft: it may prune less well", path)
     return found
 
 
@@ -60,18 +70,3 @@ def remove_predictors(files: Sequence[Path]) -> int:
             freed += path.stat().st_size
             path.unlink()
     return freed
-
-
-def of_model(path: Path, target: Path, draft: Path, progress: Progress) -> tuple[Predictor, bool]:
-    """A predictor for this model, and whether it was made beside this draft. Errors as of `Predictor.read`, and
-    UsageError for another model's.
-    """
-    found = Predictor.read(path)
-    found.check(*_named(target, progress))
-    return found, found.draft == _named(draft, progress)[1]
-
-
-def _named(path: Path, progress: Progress) -> tuple[ModelConfig, str]:
-    """What a model is, and the hash that names it; its header, which has the whole vocabulary, is not held."""
-    header = gguf_file.read(path)
-    return ModelConfig.from_gguf(header), model_sha256(header, progress)

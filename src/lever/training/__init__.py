@@ -55,15 +55,6 @@ SEEDS_APART = 1000  # of two prompts; branches lie between
 ACCEPTED = 0.95  # of what is accepted without pruning: what a rule must keep
 WATCHED = 8  # answers, whose trees are looked at
 MOST_OF_CONTEXT = 0.75  # that a prompt may take, so that there is room to answer
-NOTHING_KNOWN = Quality(
-    positions=0,
-    first_by_draft=0.0,
-    first_by_lens=0.0,
-    first_by_translator=0.0,
-    first_by_both=0.0,
-    kept_rows=1.0,
-    kept_rows_by_draft=1.0,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,8 +302,7 @@ def _judged(layer: int, held_out: Batches, a: Floats, norm: Floats) -> Translato
     there, best, drafts, lens, ours = (part[half:] for part in (there, best, drafts, lens, ours))
     both = mix.score * np.where(there, ours, 0) + mix.draft * drafts
     first_by_draft, first_by_both = (share_first(np.where(there, logits, -np.inf), best) for logits in (drafts, both))
-    quality = replace(
-        NOTHING_KNOWN,
+    quality = Quality(
         positions=len(best),
         first_by_draft=first_by_draft,
         first_by_lens=share_first(lens, best),

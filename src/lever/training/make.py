@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Sequence
 from contextlib import closing
@@ -25,6 +26,8 @@ from lever.opening import Told, Wanted, open_llm
 from lever.predictor import Predictor
 from lever.training import MOST_OF_CONTEXT, Pair, TrainingSettings, check, default_layers, nbytes, train
 from lever.training.fit import Floats
+
+log = logging.getLogger(__name__)
 
 N_CTX = 1024  # of answers to a prompt beside each other
 TEXT_TOKENS = 512  # of a text that are read at once
@@ -52,7 +55,7 @@ def make_predictor(
         chosen = default_layers(llm.config.n_layers) if layers is None else layers
         training = TrainingSettings(layers=chosen, n_positions=n_positions)
         n_ctx = min(N_CTX, llm.config.n_ctx_train, llm.companion.config.n_ctx_train)
-        tokens = _texts(llm, texts, n_ctx) if texts else _prompts(llm, prompts, n_ctx)
+        tokens = _texts(llm, texts, n_ctx) if texts else _prompts(llm, prompts, n_ctx, progress)
         check(training, llm.config.n_layers, len(tokens))
         progress.start(None, "loading the weights")
         beside = nbytes(llm.config.n_embd, len(chosen))
@@ -80,8 +83,16 @@ def make_predictor(
                 translators=[translator for translator, _ in found],
                 matrices=[matrix for _, matrix in found],
             )
-            shutil.rmtree(work, ignore_errors=True)
+            _forget(work)
     return Predictor.read(path)
+
+
+def _forget(work: Path) -> None:
+    """Delete what was recorded."""
+    try:
+        shutil.rmtree(work)
+    except OSError as error:
+        log.warning("what was recorded is left in %s: %s", work, error.strerror or error)
 
 
 def _norm(llm: LLM) -> Floats:
@@ -92,15 +103,20 @@ def _norm(llm: LLM) -> Floats:
     return np.fromfile(llm.gguf.files[place.file], np.float32, llm.config.n_embd, offset=place.offset)
 
 
-def _prompts(llm: LLM, path: Path | None, n_ctx: int) -> list[list[int]]:
-    """One a line, in the model's chat template if it has one. Those that are too long are left out."""
+def _prompts(llm: LLM, path: Path | None, n_ctx: int, progress: Told) -> list[list[int]]:
+    """One a line, in the model's chat template if it has one. Those that are too long are left out, and told of."""
     lines = _read(path) if path is not None else (resources.files("lever") / "data" / "training.txt").read_text()
     prompts = [line for line in lines.splitlines() if line.strip()]
     if llm.template is None:
         found = [llm.encode_raw(prompt) for prompt in prompts]
     else:
         found = [llm.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-    return [tokens for tokens in found if tokens and len(tokens) <= MOST_OF_CONTEXT * n_ctx]
+    short = [tokens for tokens in found if tokens and len(tokens) <= MOST_OF_CONTEXT * n_ctx]
+    if len(short) < len(found):
+        progress.note(
+            f"leaving out {len(found) - len(short)} of {len(found)} prompts: they leave no room for an answer"
+        )
+    return short
 
 
 def _texts(llm: LLM, paths: Sequence[Path], n_ctx: int) -> list[list[int]]:
