@@ -17,10 +17,11 @@ import pytest
 
 from lever.memory import rss_bytes
 from lever.server.worker import Served
-from tests.fakes import wait_until
+from tests.fakes import FakeDevice, wait_until
 from tests.serving import Serving, read_until, serving
 
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
+SLOW_S = 0.002  # of a read: no answer may be whole before its client has gone, however fast the machine
 AHEAD = 8  # passes that the ring may have read the layers of before storage was held up, with room to spare
 
 
@@ -50,6 +51,7 @@ def deaf_client(served: Serving, path: str, body: bytes) -> Iterator[None]:
 
 
 def test_K1_a_client_that_goes_away_while_text_comes_ends_its_answer(served: Serving) -> None:
+    served.device.delay_s = SLOW_S
     with served.asked(**LONG, stream=True) as connection:
         read_until(connection, has_text)
         served.device.gate.clear()
@@ -120,7 +122,11 @@ def test_K2_a_client_that_goes_away_while_trees_are_checked_ends_its_answer(mode
 
 def test_a_client_that_takes_nothing_is_not_waited_for_forever(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     body = b'{"prompt":"x","max_tokens":-1,"ignore_eos":true,"stream":true,"logprobs":20,"return_cycles":true}'
-    with serving(model, timeout_s=0.2, send_buffer=4096) as served, deaf_client(served, "/v1/completions", body):
+    slow = FakeDevice(delay_s=SLOW_S)
+    with (
+        serving(model, timeout_s=0.2, send_buffer=4096, device=slow) as served,
+        deaf_client(served, "/v1/completions", body),
+    ):
         served.wait_for(running=True)
         served.wait_for(running=False)
 
