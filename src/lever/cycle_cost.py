@@ -1,7 +1,6 @@
 """What a cycle costs, learned while it runs: passes by rows, draft steps by nodes, projections. Runs nothing itself.
 
-Streaming hides compute and compute hides streaming, so rows are nearly free up to the knee where both take as long. A
-profile may foretell all of it: then the first cycle is as well informed as the others, and what is seen corrects it.
+A profile may foretell all of it: then the first cycle is as well informed as the others, and what is seen corrects it.
 """
 
 from __future__ import annotations
@@ -9,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lever.cost import at_once
+from lever.pass_cost import NEAR, ForetoldPass, PassCost
 from lever.times import Average, Line, Scaled, Times, through
 
 WIDER = 0.5  # share of a draft step that each node more is thought to add: with kernels for several rows, it is so
-NEAR = 1.03  # times that differ by less are equal
 FIRST_NODES = 2  # of a draft step, when its threads are chosen
 BEARABLE = 1.5  # times as long as with the best number of threads: one that was foretold to take longer is not tried
-FIRST_TRIAL, FIRST_PAUSE, LAST_PAUSE = 2, 16, 256  # passes before another number of threads is tried, and tried again
-FORGOTTEN = 16  # passes after which a number of threads, or a draft, that was not used is unknown again
+FORGOTTEN = 16  # passes after which a draft that was not used is unknown again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +32,11 @@ class Foresight:
     """What costs begin with, and go back to where what was seen is forgotten. With nothing foretold: nothing."""
 
     def __init__(self, foretold: Foretold | None) -> None:
-        self._compute: Mapping[int, Mapping[int, float]] = {} if foretold is None else foretold.compute
         self._draft: Mapping[int, Mapping[int, float]] = {} if foretold is None else foretold.draft
-        self.read_s = None if foretold is None else foretold.read_s
-        self.rest_s = None if foretold is None else foretold.rest_s
         self._project: Mapping[int, float] = {} if foretold is None else foretold.project
-
-    def compute(self, threads: int) -> Times:
-        """Of passes with so many threads."""
-        return Scaled(self._compute[threads]) if threads in self._compute else Line()
+        self.a_pass = (
+            ForetoldPass({}) if foretold is None else ForetoldPass(foretold.compute, foretold.read_s, foretold.rest_s)
+        )
 
     def draft(self, threads: int) -> Times:
         """Of draft steps with so many threads."""
@@ -65,12 +58,6 @@ class Foresight:
         """Of one row's logits."""
         return self._project.get(threads)
 
-    def share(self, rows: int, threads: int, known: int) -> float:
-        """How much longer a pass takes on so many threads than on a known number: evenly shared, if nothing is said."""
-        if threads not in self._compute or known not in self._compute:
-            return known / threads
-        return through(self._compute[threads], rows) / through(self._compute[known], rows)
-
 
 def _best(times: Mapping[int, float], most: int) -> tuple[int, int]:
     """Of numbers of threads up to `most`, by what was foretold: the fewest that are as good as the best, and the most
@@ -89,22 +76,27 @@ class CycleCost:
     """Predicts the seconds of a cycle's parts from those before it, and how many threads a pass should have.
 
     What is `foretold` is corrected by what is seen. Without it the first pass of all is plain, to learn what one takes.
+    `beside`: the draft goes on while the target computes, which leaves it a core, and its passes are known apart.
     """
 
     def __init__(self, n_threads: int = 1, foretold: Foretold | None = None) -> None:
+        self.beside = False
         self._foresight = Foresight(foretold)
-        self._compute: dict[int, Times] = {}  # by threads
-        self._last: dict[int, int] = {}  # pass that had so many threads
-        self._n_passes, self._knows_plain = 0, foretold is not None
+        self._alone = PassCost(n_threads, self._foresight.a_pass)
+        self._shared = PassCost(max(n_threads - 1, 1), self._foresight.a_pass)
+        self._knows_plain = foretold is not None
         self._most_threads = n_threads
         self._draft, self._last_draft = self._new_draft_table(), 0  # and the pass before it
-        self._read, self._rest = Average(self._foresight.read_s), Average(self._foresight.rest_s)
-        self._passes: dict[int, tuple[int, float]] = {}  # by rows, as far as asked since the last one: threads, seconds
-        self._wait, self._pause, self._trying = FIRST_TRIAL, FIRST_PAUSE, False
+        self._hidden = self._foresight.draft(1)
         self._project, self._reading = Line(WIDER), Average()
         project_s = self._foresight.project_s(self.project_threads[0])
         if project_s is not None:
             self._project.observe(1, project_s)
+
+    @property
+    def has_cores(self) -> bool:
+        """Whether the draft can have one of its own beside a pass."""
+        return self._most_threads > 1
 
     @property
     def draft_threads(self) -> tuple[int, int]:
@@ -119,7 +111,7 @@ class CycleCost:
     @property
     def knows_passes(self) -> bool:
         """Whether there was one yet, or one was foretold."""
-        return self._read.value is not None
+        return self._passes.known
 
     @property
     def waits_for_reads(self) -> bool:
@@ -128,7 +120,7 @@ class CycleCost:
 
     def waits_for_reads_of(self, rows: int) -> bool:
         """Likewise a pass with so many rows."""
-        return (self._read.value or 0.0) >= self._compute_s(rows, self.threads(rows))
+        return self._passes.waits_for_reads(rows)
 
     @property
     def must_be_plain(self) -> bool:
@@ -140,7 +132,7 @@ class CycleCost:
     @property
     def trying(self) -> bool:
         """Whether the pass that comes has its number of threads for a trial, whose time tells of that alone."""
-        return self._trying
+        return self._passes.trying
 
     def observe_pass(
         self,
@@ -155,38 +147,26 @@ class CycleCost:
 
         Of one that was thinned on its way, `whole` has the time inside ggml that all layers would have taken, by rows.
         """
-        self._n_passes += 1
         self._knows_plain |= rows == 1
-        self._passes.clear()
-        self._last[threads] = self._n_passes
-        times = self._compute.setdefault(threads, self._foresight.compute(threads))
-        for n, of_all_layers_s in (whole or {rows: compute_s}).items():
-            times.observe(n, of_all_layers_s)
-        for other in [count for count, last in self._last.items() if self._n_passes - last > FORGOTTEN]:
-            del self._compute[other], self._last[other]  # it may have been somebody else's fault: try again
+        self._passes.observe(rows, seconds, compute_s, read_s, threads, whole)
+        for passes in (self._alone, self._shared):
+            passes.suppose(rows, compute_s, read_s, threads)
         if self._n_passes - self._last_draft > FORGOTTEN:
-            self._draft = self._new_draft_table()  # nor is a draft that was too slow once given up for good
-        self._read.observe(read_s)
-        self._rest.observe(max(seconds - at_once(read_s, compute_s), 0.0))
-        self._wait -= 1
-        if self._trying:
-            kept = self.threads(rows) == threads
-            self._wait = FIRST_PAUSE if kept else self._pause
-            self._pause = FIRST_PAUSE if kept else min(2 * self._pause, LAST_PAUSE)
-            self._trying = False
+            self._draft = self._new_draft_table()  # a draft that was too slow once is not given up for good
 
     def observe_prefill(self, rows: int, compute_s: float, read_s: float, threads: int) -> None:
-        """A pass for a part of the prompt, before any for a token: a first idea of both where nothing was foretold."""
-        if not self._n_passes and self._foresight.read_s is None:
-            self._compute.setdefault(threads, Line()).observe(rows, compute_s)
-            self._last[threads] = 0
-            self._read.observe(read_s)
-            self._passes.clear()
+        """A pass for a part of the prompt: a first idea where nothing was foretold."""
+        for passes in (self._alone, self._shared):
+            passes.suppose(rows, compute_s, read_s, threads)
 
     def observe_draft(self, nodes: int, seconds: float) -> None:
         """A draft step."""
         self._last_draft = self._n_passes
         self._draft.observe(nodes, seconds)
+
+    def observe_hidden(self, nodes: int, seconds: float) -> None:
+        """A draft step beside a pass."""
+        self._hidden.observe(nodes, seconds)
 
     def observe_reading(self, tokens: int, seconds: float) -> None:
         """The draft has read so many tokens that it did not say itself."""
@@ -198,32 +178,31 @@ class CycleCost:
 
     def threads(self, rows: int) -> int:
         """For a pass with so many rows: the fewest that are as good as the best, since others want the cores too."""
-        return self._pass(rows)[0]
+        return self._passes.threads(rows)
 
     def next_threads(self, rows: int) -> int:
-        """For the next pass: as `threads`, and now and then another number, where compute is the limit.
-
-        What was foretold, or seen once, may have been a bad moment's: only trying tells. Trials that fail come seldom.
-        """
-        best = self.threads(rows)
-        if self._wait > 0 or self._most_threads == 1 or self._compute_s(rows, best) < (self._read.value or 0.0):
-            return best
-        self._trying = True
-        return min(2 * best, self._most_threads) if best < self._most_threads else max(best // 2, 1)
+        """For the next pass: as `threads`, and now and then another number, where compute is the limit."""
+        return self._passes.next_threads(rows)
 
     def pass_s(self, rows: int) -> float:
         """Of a pass with so many rows: reading and computing at once, and what neither hides."""
-        return self._pass(rows)[1]
+        return self._passes.seconds(rows)
+
+    def alone_s(self, rows: int) -> float:
+        """Likewise, had nothing gone on beside it."""
+        return self._alone.seconds(rows)
 
     def thinned_s(self, rows: int, kept: int, share: float) -> float:
         """Of a pass with so many rows, of which so many are kept behind this share of the layers."""
-        threads = self.threads(rows)
-        compute_s = share * self._compute_s(rows, threads) + (1 - share) * self._compute_s(kept, threads)
-        return at_once(self._read.value or 0.0, compute_s) + (self._rest.value or 0.0)
+        return self._passes.thinned_s(rows, kept, share)
 
     def draft_s(self, nodes: int) -> float:
         """Of a draft step that expands so many nodes."""
         return self._draft.seconds(nodes)
+
+    def hidden_s(self, nodes: int) -> float:
+        """Of a draft step beside a pass."""
+        return self._hidden.seconds(nodes)
 
     def reading_s(self, tokens: int = 1) -> float:
         """Of so many tokens that the draft has to read, many at once."""
@@ -233,25 +212,13 @@ class CycleCost:
         """Of the logits of so many rows at once."""
         return self._project.seconds(rows)
 
-    def _pass(self, rows: int) -> tuple[int, float]:
-        found = self._passes.get(rows)
-        if found is None:
-            counts = sorted({*(1 << power for power in range(self._most_threads.bit_length())), self._most_threads})
-            times = [self._with(rows, count) for count in counts]
-            best = min(times)
-            threads, seconds = next((c, s) for c, s in zip(counts, times, strict=True) if s <= NEAR * best)
-            found = self._passes[rows] = threads, seconds + (self._rest.value or 0.0)
-        return found
+    @property
+    def _passes(self) -> PassCost:
+        return self._shared if self.beside else self._alone
+
+    @property
+    def _n_passes(self) -> int:
+        return self._alone.n_passes + self._shared.n_passes
 
     def _new_draft_table(self) -> Times:
         return self._foresight.draft(self.draft_threads[0])
-
-    def _with(self, rows: int, threads: int) -> float:
-        return at_once(self._read.value or 0.0, self._compute_s(rows, threads))
-
-    def _compute_s(self, rows: int, threads: int) -> float:
-        """A number of threads that was never tried takes what the nearest one does, times what was foretold of both."""
-        if not self._compute:
-            return self._foresight.compute(threads).seconds(rows)
-        known = min(self._compute, key=lambda count: abs(count - threads))
-        return self._compute[known].seconds(rows) * self._foresight.share(rows, threads, known)

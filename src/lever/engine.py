@@ -63,9 +63,7 @@ class Engine:
         self._policy = policy or preset("flash-ar" if draft is None else "lever")
         self._threads = n_threads, start_threads
         self._foretold, self._pruning = foretold, pruning
-        # Where the draft goes on beside a pass, it has a core to itself.
-        beside = draft is not None and self._policy.meanwhile is not None
-        self._cost = CycleCost(max(n_threads - beside, 1), foretold)
+        self._cost = CycleCost(n_threads, foretold)
         self._layer_threads = ThreadChooser(n_threads, n_threads)
         # Streaming starts with one thread: it nearly always keeps up, and leaves the rest of the machine alone.
         start = start_threads or (1 if store.streamed else n_threads)
@@ -174,12 +172,13 @@ class Engine:
         model.n_threads = self._pass_threads.count if plain else self._cost.next_threads(len(rows.nodes))
         run.trial |= self._cost.trying
 
-        def after_layer(_layer: int) -> None:
+        def after_layer(layer: int) -> None:
+            self._guesser.layer_done(layer, model.config.n_layers)
             run.trace.layer()
             run.stop_if_cancelled()
 
         run.trace.lap()
-        with self._guesser.going_on(run, guess.tree):
+        with self._guesser.going_on(run, guess, len(rows.nodes)):
             if len(rows.nodes) == 1:
                 model.forward(rows.tokens, after_layer)
             else:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from lever.ahead import Ahead
 from lever.cycle_cost import CycleCost
 from lever.draft import Draft
 from lever.lookup import Match, Record, find, tree_of
@@ -51,6 +50,9 @@ class Guesser:
         self._reading_threads = reading_threads
         self._pruner = pruner if policy.prunes else None
         self._threads = ThreadChooser(*cost.draft_threads)
+        self._ahead = None
+        if self._draft is not None and policy.meanwhile is not None and (cost.has_cores or not policy.adaptive):
+            self._ahead = Ahead(self._draft, policy.meanwhile, cost, always=not policy.adaptive)
         self._worth, self._reliability, self._matches = Worth(), Reliability(), Record()
 
     # --- one cycle ------------------------------------------------------------------------------------------
@@ -58,6 +60,7 @@ class Guesser:
     def guess(self, run: Run, tree: DraftTree) -> Guess:
         """The tree as the draft has grown it, or a chain from the text, where that promises more."""
         root = DraftTree.rooted_at(run.tokens[-1])
+        self.cost.beside = False
         if not self._policy.drafts:
             return Guess(root)
         match = find(run.tokens) if self._policy.adaptive else None
@@ -72,6 +75,8 @@ class Guesser:
         if not self._is_worth_asking(run, self._draft):
             self._worth.wait()
             return Guess(root, match)
+        if self._ahead is not None:
+            self._ahead.begin()
         self._grow(run, tree, self._draft)
         return Guess(tree, match)
 
@@ -81,6 +86,8 @@ class Guesser:
         What the text itself says may follow has no other candidates beside it, so that scores say nothing of it.
         """
         now, tree = self._situation(run, guess.tree), guess.tree
+        if self._ahead is not None and tree.expanded(0):
+            self._ahead.decide(now, self._policy.select)
         nodes = self._policy.select(now)
         if self._pruner is None or guess.looked_up:
             return depth_first(tree, nodes), None
@@ -88,30 +95,16 @@ class Guesser:
         rows = depth_first(tree, nodes)
         return rows, self._pruner.thinned(tree, rows, run.drafted_s) if thin else None
 
-    @contextmanager
-    def going_on(self, run: Run, tree: DraftTree) -> Iterator[None]:
-        """Let the draft go on beside a pass, where the policy says so: what survives is the next cycle's start."""
-        draft, more = self._draft, self._policy.meanwhile
-        if draft is None or more is None or not tree.expanded(0):
-            yield
-            return
-        stop, now, trust = threading.Event(), self._situation(run, tree), self._reliability.value
-        draft.model.n_threads = 1
+    def going_on(self, run: Run, guess: Guess, n_rows: int) -> AbstractContextManager[None]:
+        """Let the draft go on beside a pass over so many rows, where that pays: what survives starts the next cycle."""
+        if self._ahead is None or not self.cost.beside or not guess.tree.expanded(0):
+            return nullcontext()
+        return self._ahead.going_on(run, self._situation(run, guess.tree), self._reliability.value, n_rows)
 
-        def go_on() -> None:
-            started = time.perf_counter()
-            while not stop.is_set() and (nodes := more(now)[: draft.room]):
-                draft.expand(tree, nodes, run.temperature, trust)
-                run.stats.drafted += len(nodes)
-            run.stats.draft_hidden_s += time.perf_counter() - started
-
-        with ThreadPoolExecutor(1, "lever-draft") as pool:
-            going_on = pool.submit(go_on)
-            try:
-                yield
-            finally:
-                stop.set()
-        going_on.result()
+    def layer_done(self, layer: int, n_layers: int) -> None:
+        """The pass has done a layer."""
+        if self._ahead is not None:
+            self._ahead.layer_done((layer + 1) / n_layers)
 
     def judge(self, guess: Guess, node: int, token: int) -> None:
         """The target's token behind a node, against what the draft said."""
@@ -128,7 +121,7 @@ class Guesser:
         if guess.match is not None:
             self._matches.observe(guess.match, new)
         if not guess.looked_up and run.drafted_s and not run.trial:
-            plain_s = self.cost.pass_s(1) + self.cost.project_s()
+            plain_s = self.cost.alone_s(1) + self.cost.project_s()
             self._worth.observe(len(new), run.drafted_s + run.cycle_s, plain_s)
 
     def rerooted(self, run: Run, guess: Guess, accepted: Sequence[int]) -> DraftTree:
@@ -136,6 +129,8 @@ class Guesser:
         token, tree = run.tokens[-1], guess.tree
         if self._draft is None or guess.looked_up or not tree.expanded(0):
             return DraftTree.rooted_at(token)
+        if self._ahead is not None:
+            self._ahead.learn(tree, accepted, token, self._worth.tokens_per_s)
         found = reroot(tree, accepted, token, carry_over=self._policy.carry_over)
         self._draft.follow(found, [*(tree.tokens[node] for node in accepted), token])
         return found.tree

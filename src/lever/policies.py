@@ -17,6 +17,7 @@ from lever.tree import DraftTree
 # Of a node that is reached, the share of its successors that lie among the draft's candidates and are worth a row.
 MET = 0.85
 DEPTH = 32  # edges below the root at most
+UNLIKELY = 0.01  # to be reached: the draft's own time beside a pass is not worth less
 STEPS = (1, 2, 4, 8)  # nodes of a draft step: between these, kernels take as long as for the next
 
 
@@ -32,6 +33,9 @@ class Costs(Protocol):
 
     def draft_s(self, nodes: int) -> float:
         """Of a draft step."""
+
+    def hidden_s(self, nodes: int) -> float:
+        """Of a draft step beside a pass."""
 
     def project_s(self, rows: int = 1) -> float:
         """Of the logits of so many rows at once."""
@@ -196,6 +200,21 @@ def _worth_a_row(now: Situation, kept: Sequence[int], tokens_per_s: float) -> fl
     return min(weakest, tokens_per_s * more_s)
 
 
+def ahead(now: Situation) -> list[int]:
+    """Of the likeliest nodes, as many in a step as are reached most often for its time. It costs the cycle nothing: the
+    target computes meanwhile, and what is below the path that it takes is where the next cycle starts.
+    """
+    reach = now.tree.reach
+    nodes = [node for node in now.frontier()[: STEPS[-1]] if reach[node] > UNLIKELY]
+    if not nodes:
+        return []
+
+    def each_second(n: int) -> float:
+        return sum(reach[node] for node in nodes[:n]) / (now.cost.hidden_s(n) or n)
+
+    return nodes[: max((n for n in STEPS if n <= len(nodes)), key=each_second)]
+
+
 # --- the paper ----------------------------------------------------------------------------------------------
 
 
@@ -298,9 +317,10 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             ),
             Preset(
                 "lever",
-                "trees by gain and cost, steps as wide as pays, rows up to the knee, carry-over, guesses from the text",
+                "trees by gain and cost, rows up to the knee, carry-over, drafting beside a pass, text lookup",
                 grow_while_it_pays,
                 most_worth,
+                meanwhile=ahead,
                 carry_over=True,
                 prunes=True,
                 adaptive=True,

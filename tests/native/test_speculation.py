@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ class Damaged(Draft):
         return super()._likeliest(np.full_like(logits, np.nan), temperature)
 
 
-POLICIES = [*(PRESETS[name] for name in PRESETS), *(whims(seed) for seed in range(2))]
+ALWAYS_AHEAD = replace(preset("lever"), name="always ahead", adaptive=False)  # drafting on beside every pass
+POLICIES = [*(PRESETS[name] for name in PRESETS), ALWAYS_AHEAD, *(whims(seed) for seed in range(2))]
 SAMPLERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "warm": {"temperature": 0.7, "top_k": 8},
