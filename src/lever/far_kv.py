@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 from lever.arch import ModelConfig
-from lever.ggml import Context, Library
-from lever.ggml.devices import FarBackend, FarDevice
+from lever.ggml import Backend, Context, Library
+from lever.ggml.devices import FarDevice
 from lever.gguf import F16
 from lever.kv_cache import F16_BYTES, KVCache
 
@@ -20,7 +20,7 @@ class FarKVCache(KVCache):
     """Rows that follow each other move together, and in all layers at once, which lie at equal distances."""
 
     def __init__(
-        self, ggml: Library, config: ModelConfig, n_ctx: int, n_nodes: int, device: FarDevice, backend: FarBackend
+        self, ggml: Library, config: ModelConfig, n_ctx: int, n_nodes: int, device: FarDevice, backend: Backend
     ) -> None:
         self._ggml, self._device, self._backend = ggml, device, backend
         super().__init__(ggml, config, n_ctx, n_nodes)

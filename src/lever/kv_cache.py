@@ -172,4 +172,3 @@ class KVCache(Owner):
         """Free the memory; tensors become invalid."""
         self._keys = self._values = self._node_keys = self._node_values = np.empty((0, 0, 0), np.float16)
         self._cleanup.close()
-

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lever.arch import ModelConfig
 from lever.errors import DoesNotFit, UnsupportedModel, UsageError
 from lever.ggml import Library, load
-from lever.ggml.devices import CPU, Cpu, Device, FarDevice
+from lever.ggml.devices import Cpu, Device, FarDevice
 from lever.ggml.layout import takes_repacked
 from lever.ggml.probe import ROW_MULTIPLES, row_multiple, row_multiple_on
 from lever.gguf import GGUF, IMAGE_CHECKSUMS
@@ -25,7 +25,7 @@ from lever.model import Model
 from lever.owner import Owner
 from lever.pages import PAGE
 from lever.scores import Scores
-from lever.settings import TreeAttention
+from lever.settings import CPU, TreeAttention
 from lever.sizing import compute_nbytes
 from lever.steps import Steps
 from lever.weights.embedding import EmbeddingRows
@@ -73,6 +73,11 @@ class ModelSettings:
     grammars: bool = False  # keep room for answers that obey one
     device: str = CPU  # where the layers are computed (`lever.ggml.devices`)
     draft_device: str = CPU  # and all of a draft
+
+    @property
+    def all_on_cpu(self) -> bool:
+        """Whether nothing is computed elsewhere: what is known of this machine's speed says nothing of that."""
+        return self.device.lower() == self.draft_device.lower() == CPU
 
     def __post_init__(self) -> None:
         """UsageError for what lies outside its range."""
@@ -334,14 +339,12 @@ def plan(
         shape = ModelShape(n_ctx, n_batch, settings.n_logits, settings.n_tree, settings.n_steps, multiple, trees)
         fixed = {PYTHON: (rss_bytes() if python is None else python) + PYTHON_GROWTH, **beside}
         fixed |= _fixed_parts(ggml, gguf, config, units, settings, shape, on_host=far is None)
-        elsewhere = _elsewhere(ggml, gguf, config, units, settings, shape, far) if far is not None else None
+        elsewhere = _elsewhere(ggml, gguf, config, units, shape, far) if far is not None else None
         try:
             if repacked or settings.n_steps:
                 return shape, _resident_plan(units, fixed, settings, elsewhere)
             pin, n_slots = settings.pin_percent, settings.n_slots
-            return shape, make_plan(
-                units, fixed, settings.dram, pin_percent=pin, n_slots=n_slots, elsewhere=elsewhere
-            )
+            return shape, make_plan(units, fixed, settings.dram, pin_percent=pin, n_slots=n_slots, elsewhere=elsewhere)
         except DoesNotFit:
             if settings.n_ctx is not None or n_ctx // 2 < LEAST_CTX:
                 raise
@@ -358,7 +361,6 @@ def _elsewhere(
     gguf: GGUF,
     config: ModelConfig,
     units: ModelUnits,
-    settings: ModelSettings,
     shape: ModelShape,
     device: FarDevice,
 ) -> Elsewhere:

@@ -14,7 +14,7 @@ from lever.arch import ModelConfig
 from lever.errors import LeverError
 from lever.far_kv import FarKVCache
 from lever.ggml import Context, Library
-from lever.ggml.devices import Cpu, Device, FarBackend, FarDevice, Traffic
+from lever.ggml.devices import Cpu, Device, FarDevice, Traffic
 from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE, KVCache
 from lever.owner import Owner
 from lever.pages import round_up

@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import IntEnum
 
 from lever.errors import DeviceLost
@@ -72,7 +73,7 @@ class Relay(Owner):
     """One connection to a server. ggml connects to `endpoint` as often as it likes, until `shut_the_door`."""
 
     def __init__(self, host: str, port: int, *, silence_s: float = SILENCE_S) -> None:
-        """DeviceLost when nobody is there, or somebody else than an RPC server of this protocol, or one that is busy."""
+        """DeviceLost when nobody is there, or no RPC server of this protocol, or one that is busy."""
         self.name = f"rpc:{host}:{port}"
         self.lost: str | None = None  # why, once the far end is
         self._silence_s = silence_s
@@ -91,10 +92,8 @@ class Relay(Owner):
 
     def shut_the_door(self) -> None:
         """Nobody else may connect: what is connected now stays so."""
-        try:
+        with suppress(OSError):  # it was shut before
             self._door.shutdown(socket.SHUT_RDWR)  # a thread that waits at it wakes up
-        except OSError:
-            pass  # it was shut before
         self._door.close()
 
     def check(self) -> None:
@@ -133,7 +132,7 @@ class Relay(Owner):
         except TimeoutError as error:
             raise DeviceLost(f"{self.name}: it is busy with another client, or no RPC server") from error
         except OSError as error:
-            raise DeviceLost(f"{self.name}: what is there hangs up: no RPC server of ggml's protocol {MAJOR}") from error
+            raise DeviceLost(f"{self.name}: it hung up: no RPC server of ggml's protocol {MAJOR}") from error
         major, minor, patch = answer[:3]
         if (major, minor) != (MAJOR, 0):
             raise DeviceLost(f"{self.name}: it speaks protocol {major}.{minor}.{patch}, this ggml {MAJOR}.0")

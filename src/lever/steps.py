@@ -15,7 +15,7 @@ import numpy as np
 
 from lever.arch import ModelConfig
 from lever.ggml import Backend, Context, GraphAllocator, Library
-from lever.ggml.devices import Device, FarBackend
+from lever.ggml.devices import Device
 from lever.kv_cache import F16_BYTES, KVCache
 from lever.owner import Owner
 from lever.pages import round_up
@@ -41,7 +41,7 @@ class Steps(Owner):
         workspace: Workspace,
         kv: KVCache,
         device: Device,
-        backend: Backend | FarBackend,
+        backend: Backend,
         allocator: GraphAllocator,
         small: Mapping[str, int],
     ) -> None:

@@ -108,9 +108,7 @@ class Workspace(Owner):
                 self.mixed = rows(np.float32, n_mixed, width).tensor
             # The rows that `embedding` has loaded, as a matrix that GET_ROWS can take from.
             table = embedding.table
-            self.table = device.over(
-                self._context, stack, table.type, embedding.n_rows, table.shape[0], embedding.rows
-            )
+            self.table = device.over(self._context, stack, table.type, embedding.n_rows, table.shape[0], embedding.rows)
             self._cleanup = stack.pop_all()
 
     @staticmethod

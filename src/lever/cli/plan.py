@@ -9,7 +9,7 @@ import typer
 from lever.cli import options as o
 from lever.cli.console import bar, printable, write_json, write_table
 from lever.cli.run import DEFAULT_MODEL
-from lever.settings import AUTO
+from lever.settings import AUTO, CPU
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,6 +33,8 @@ def plan(
     no_profile: o.NoProfile = False,
     draft: o.Draft = AUTO,
     no_draft: o.NoDraft = False,
+    device: o.Device = CPU,
+    draft_device: o.DraftDevice = CPU,
     predictor: o.PredictorFlag = AUTO,
     prune: o.PruneFlag = o.Prune.auto,
     json_output: o.Json = False,
@@ -52,7 +54,16 @@ def plan(
     from lever.errors import DoesNotFit
     from lever.opening import open_llm
 
-    settings = o.model_settings(dram, threads, ring, pin=pin, ctx_size=ctx_size, batch_size=batch_size)
+    settings = o.model_settings(
+        dram,
+        threads,
+        ring,
+        pin=pin,
+        ctx_size=ctx_size,
+        batch_size=batch_size,
+        device=device,
+        draft_device=draft_device,
+    )
     wanted = o.wanted(
         model, draft, no_draft=no_draft, no_image=no_image, offline=offline, predictor=predictor, prune=prune
     )

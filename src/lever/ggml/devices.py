@@ -26,8 +26,9 @@ from lever.memory import format_size
 from lever.owner import Owner
 from lever.pages import PAGE, Pages, round_up
 from lever.rpc import SILENCE_S, Relay
+from lever.settings import CPU
 
-CPU, RPC = "cpu", "rpc:"  # the name, and what the names of servers begin with
+RPC = "rpc:"  # what the names of servers begin with
 # ggml hashes what is larger than 10 MiB before it sends it to a server, in case that has it: a second for a gigabyte.
 PIECE = 8 << 20
 # A signal that arrives in a call of ggml's client ends it as if the server were lost, and then the process. They wait.
@@ -68,9 +69,7 @@ class Cpu:
         """A matrix of zeros; the stack owns its memory, the context its tensor."""
         return Matrix(*shared(self._ggml, context, stack, dtype, rows, length))
 
-    def over(
-        self, context: Context, stack: ExitStack, kind: int, rows: int, length: int, pages: Pages
-    ) -> Matrix:
+    def over(self, context: Context, stack: ExitStack, kind: int, rows: int, length: int, pages: Pages) -> Matrix:
         """A matrix of any type over memory of somebody's; its array is of bytes."""
         tensor = placed(self._ggml, context, stack, kind, rows, length, pages.address, pages.nbytes)
         return Matrix(tensor, pages.bytes)
@@ -106,9 +105,9 @@ class FarDevice:
         self.name, self.handle, self.buffer_type = way.name, way.handle, way.buffer_type
         self.traffic = Traffic()
 
-    def open_backend(self, most_threads: int, *, spin: bool = False) -> FarBackend:
-        """What computes graphs. How many threads that takes is the device's own affair."""
-        return FarBackend(self._ggml, self.way, most_threads)
+    def open_backend(self, _most_threads: int, *, spin: bool = False) -> Backend:  # noqa: ARG002  as of `Cpu`
+        """What computes graphs."""
+        return FarBackend(self._ggml, self.way)
 
     def open_allocator(self) -> GraphAllocator:
         """Memory of the device for the intermediate tensors of its graphs."""
@@ -206,16 +205,27 @@ class FarMatrix(Matrix):
         self._device.fetch(self.tensor, self.array.ctypes.data, n * self.array.itemsize)
 
 
-class FarBackend(Owner):
-    """Computes graphs whose tensors lie on a device. Some begin and do not wait for the end: `fetch` does."""
+class FarBackend(Backend):
+    """Computes graphs whose tensors lie on a device. Some begin and do not wait for the end: `fetch` does.
 
-    def __init__(self, ggml: Library, way: Way, n_threads: int) -> None:
+    How many threads that takes is the device's own affair.
+    """
+
+    def __init__(self, ggml: Library, way: Way) -> None:
         self._ggml, self._way = ggml, way
-        self.n_threads = n_threads  # of no effect
         with way.calling():
-            self.handle: int = ggml.backend_dev_init(way.handle, None) or 0
+            self.handle = ggml.backend_dev_init(way.handle, None) or 0
         if not self.handle:
             raise LibraryError(f"ggml could not open the device {way.name}")
+
+    @property
+    def n_threads(self) -> int:
+        """Of this process: the one that asks."""
+        return 1
+
+    @n_threads.setter
+    def n_threads(self, count: int) -> None:
+        pass
 
     def compute(self, graph: int) -> None:
         """Run a graph. LibraryError when ggml reports a failure, DeviceLost where there is nobody any more."""

@@ -106,7 +106,9 @@ def probe_on(ggml: Library, device: FarDevice, kind: int) -> Probe | None:
 
 
 def row_multiple_on(ggml: Library, device: FarDevice, kinds: Iterable[int]) -> int | None:
-    """As `row_multiple`, of a device; None where no multiple makes it row-invariant. LibraryError for wrong products."""
+    """As `row_multiple`, of a device; None where no multiple makes it row-invariant. LibraryError for products that are
+    wrong, or that it has not.
+    """
     multiple: int | None = 1
     for kind in sorted({*kinds, F32}):
         found = probe_on(ggml, device, kind)

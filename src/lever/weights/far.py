@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from lever.ggml import Context, Library
 from lever.ggml.devices import FarDevice
 from lever.ggml.layout import new_tensor
-from lever.pages import round_up
 from lever.weights.store import Store
 from lever.weights.tensors import Group, Tensors
 from lever.weights.units import Unit
