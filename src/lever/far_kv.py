@@ -11,6 +11,7 @@ from lever.ggml.devices import FarDevice
 from lever.gguf import F16
 from lever.kv_cache import F16_BYTES, KVCache
 
+CLEARED = 32  # slots that become zeros by one copy
 COPY_NODES = 5  # of a copy: source, perhaps turned, what it is copied to meanwhile, target, and the second copy
 
 Make = Callable[[int], int]  # a tensor of a context
@@ -29,6 +30,9 @@ class FarKVCache(KVCache):
         self._memory = stack.enter_context(self._device.allocate(self.nbytes))
         self.layers = self._placed(ggml, self._memory.place)
         self._all = self._memory.place(ggml.new_tensor_1d(self._context.handle, F16, self.nbytes // F16_BYTES))
+        n_zeros = CLEARED * self._width * self._n_layers
+        zeros = stack.enter_context(self._device.allocate(F16_BYTES * n_zeros))
+        self._zeros = zeros.place(ggml.new_tensor_1d(self._context.handle, F16, n_zeros))
         self._allocator = stack.enter_context(self._device.open_allocator())
         slots, nodes = (F16_BYTES * self._width * n for n in (self.n_slots, self.n_nodes))
         self._values_at, self._node_keys_at, self._node_values_at = slots, 2 * slots, 2 * slots + nodes
@@ -63,14 +67,18 @@ class FarKVCache(KVCache):
     def _clear(self, first: int, end: int) -> None:
         if first == 0:
             self._memory.clear()
-        elif first < end:
-            views = [self._rows(0, first, end - first), self._columns(first, end - first)]
-            with Context(self._ggml, 4, 4) as context:
-                graph = context.new_graph()
-                for view in views:
-                    zeros = self._ggml.fill_inplace(context.handle, view(context.handle), 0.0)
-                    self._ggml.build_forward_expand(graph, zeros)
-                self._compute(graph)
+            return
+        parts = [(slot, min(CLEARED, end - slot)) for slot in range(first, end, CLEARED)]
+        views = [view for slot, n in parts for view in (self._rows(0, slot, n), self._columns(slot, n))]
+        if not views:
+            return
+        with Context(self._ggml, 3 * len(views), 3 * len(views)) as context:
+            graph, ctx = context.new_graph(), context.handle
+            for view in views:
+                target = view(ctx)
+                zeros = self._ggml.view_1d(ctx, self._zeros, self._ggml.nelements(target), 0)
+                self._ggml.build_forward_expand(graph, self._ggml.cpy(ctx, zeros, target))
+            self._compute(graph)
 
     def _rows(self, start: int, row: int, n: int, n_layers: int | None = None) -> Make:
         """Rows of keys, or of nodes' keys or values, that lie `start` bytes behind a layer's: [width, n, layers]."""

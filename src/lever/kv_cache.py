@@ -58,7 +58,7 @@ class KVCache(Owner):
         self._written = 0  # slots that may hold something
         self._moved: int | None = None  # the first row of the text that was computed in another slot
         with ExitStack() as stack:
-            self._context = stack.enter_context(Context(ggml, 4 * config.n_layers + 1))
+            self._context = stack.enter_context(Context(ggml, 4 * config.n_layers + 2))
             self._allocate(ggml, stack)
             self._cleanup = stack.pop_all()
 

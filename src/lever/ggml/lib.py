@@ -61,6 +61,7 @@ _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_blck_size": (c_int64, (c_int,)),
     "ggml_type_size": (c_size_t, (c_int,)),
     "ggml_set_input": (None, (P,)),
+    "ggml_nelements": (c_int64, (P,)),
     # tensors and views
     "ggml_new_tensor_1d": (P, (P, c_int, c_int64)),
     "ggml_new_tensor_2d": (P, (P, c_int, c_int64, c_int64)),
@@ -83,7 +84,6 @@ _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_mul_mat": (P, (P, P, P)),
     "ggml_rms_norm": (P, (P, P, c_float)),
     "ggml_swiglu_split": (P, (P, P, P)),
-    "ggml_fill_inplace": (P, (P, P, c_float)),
     "ggml_soft_max_ext": (P, (P, P, P, c_float, c_float)),
     "ggml_rope_ext": (
         P,
