@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 MOST_LOGPROBS = 20  # as OpenAI has it
 PREDICTOR = "predictor"  # of the plan
-NOT_ALIKE = "rows that {} computes change with those beside them: text may differ from plain decoding at near ties"
+NOT_ALIKE = "rows that %s computes change with those beside them: text may differ from plain decoding at near ties"
 NO_ROOM_TO_PRUNE = "the budget does not hold the predictor and the output projection as well"
 # Lists that only the tokenizer needs; they weigh tens of megabytes as Python objects.
 VOCABULARY_KEYS = ("tokens", "merges", "scores", "token_type")
@@ -196,11 +196,18 @@ class LLM(Owner):
                 device=self._device,
                 progress=progress,
             )
-            if not self._loaded.row_invariant:
-                log.warning("%s", NOT_ALIKE.format(self._device.name))
+            if not self._device.on_host:
+                self._tell_of_rows(self._loaded)
             if self._predictor is not None:
                 self._open_scores(self._loaded, self._predictor)
         return self._loaded
+
+    def _tell_of_rows(self, loaded: LoadedModel) -> None:
+        """What the probe has found of the device that computes the layers."""
+        if loaded.row_invariant:
+            log.info("rows that %s computes have the same bits whatever rows are beside them", self._device.name)
+        else:
+            log.warning(NOT_ALIKE, self._device.name)
 
     def _open_scores(self, loaded: LoadedModel, predictor: Predictor) -> None:
         try:

@@ -72,11 +72,10 @@ STAND_INS: Mapping[int, bytes] = {
 class Relay(Owner):
     """One connection to a server. ggml connects to `endpoint` as often as it likes, until `shut_the_door`."""
 
-    def __init__(self, host: str, port: int, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, host: str, port: int) -> None:
         """DeviceLost when nobody is there, or no RPC server of this protocol, or one that is busy."""
         self.name = f"rpc:{host}:{port}"
         self.lost: str | None = None  # why, once the far end is
-        self._silence_s = silence_s
         self._far = self._connect(host, port)
         try:
             self._greeting = self._greet()
@@ -84,7 +83,7 @@ class Relay(Owner):
         except BaseException:
             self._far.close()
             raise
-        self._far.settimeout(silence_s)
+        self._far.settimeout(SILENCE_S)
         self.endpoint = f"127.0.0.1:{self._door.getsockname()[1]}"
         self._memory = memoryview(bytearray(PIECE))
         self._thread = threading.Thread(target=self._serve, name="lever-rpc", daemon=True)
@@ -104,7 +103,7 @@ class Relay(Owner):
     def close(self) -> None:
         """End the connection; ggml has freed what it had there."""
         self.shut_the_door()
-        self._thread.join()
+        self._thread.join(CONNECT_S)
         self._far.close()
 
     # --- before ggml comes ----------------------------------------------------------------------------------
@@ -219,7 +218,7 @@ class Relay(Owner):
 
     def _lose(self, error: OSError) -> None:
         if isinstance(error, TimeoutError):
-            self.lost = f"nothing came from it for {self._silence_s:g} s; lost, with all that it held"
+            self.lost = f"nothing came from it for {SILENCE_S:g} s: it is lost, with all that it held"
         else:
             self.lost = "the connection was lost, and with it all that it held; start lever again"
 

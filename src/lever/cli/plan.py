@@ -48,7 +48,7 @@ def plan(
     lever plan model.gguf --draft small.gguf
 
     Speed is foretold from the profile of this machine (see lever profile); without one, a quick one is made. With a
-    draft, tokens per cycle are those that runs have shown, or as said.
+    draft, tokens per cycle are those that runs have shown, or as said. Of other devices nothing is foretold.
     Exit code: 0 it fits, 3 it does not.
     """
     from lever.errors import DoesNotFit
@@ -74,7 +74,7 @@ def plan(
     if json_output:
         write_json({"model": model, "path": str(path), **found.to_dict()})
     else:
-        write_table(_table(found))
+        write_table(_table(found, device))
     raise typer.Exit(0 if found.fits else DoesNotFit.exit_code)
 
 
@@ -94,9 +94,11 @@ def _planned(
     try:
         llm.plan(settings, draft=with_draft)
     except DoesNotFit as error:
+        if not error.parts:  # another device has too little memory, which no budget mends
+            raise
         return shortage(llm, settings, error, draft=with_draft)
     profile = pair = None
-    if use_profile:
+    if use_profile and settings.all_on_cpu:
         profile = find_profile(llm, settings, progress)
         if with_draft and llm.companion is not None:
             pair = find_pair(llm, settings, progress)
@@ -105,7 +107,7 @@ def _planned(
     return outlook(llm, settings, profile, pair, draft=with_draft)
 
 
-def _table(found: Outlook | Shortage) -> Table:
+def _table(found: Outlook | Shortage, device: str) -> Table:
     from rich.table import Table
 
     from lever.memory import format_size
@@ -118,6 +120,10 @@ def _table(found: Outlook | Shortage) -> Table:
         table.add_row(part, format_size(nbytes))
     table.add_row("together", format_size(sum(found.parts.values())), f"of {format_size(found.budget)}")
     table.add_row()
+    for part, nbytes in found.elsewhere.items():
+        table.add_row(part, format_size(nbytes), f"on {device}")
+    if found.elsewhere:
+        table.add_row()
     for name, value, remark in found.lines():
         table.add_row(name, value, printable(remark))
     return table

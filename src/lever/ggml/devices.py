@@ -25,7 +25,7 @@ from lever.ggml.objects import SUCCESS, Backend, Context, GraphAllocator
 from lever.memory import format_size
 from lever.owner import Owner
 from lever.pages import PAGE, Pages, round_up
-from lever.rpc import SILENCE_S, Relay
+from lever.rpc import Relay
 from lever.settings import CPU
 
 RPC = "rpc:"  # what the names of servers begin with
@@ -305,7 +305,7 @@ class FarMemory(Owner):
 class Way(Owner):
     """The one way to a device, which all who use it share: one call at a time, and each is looked after."""
 
-    def __init__(self, ggml: Library, name: str, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, ggml: Library, name: str) -> None:
         """UsageError for a name that ggml does not have, DeviceLost for a server that cannot be reached."""
         self.name = name
         self.probes: dict[int, Any] = {}  # what `lever.ggml.probe` has found, by type
@@ -313,7 +313,7 @@ class Way(Owner):
         self._relay: Relay | None = None
         with ExitStack() as stack:
             if name.startswith(RPC):
-                relay = self._relay = stack.enter_context(self._reach(ggml, name, silence_s))
+                relay = self._relay = stack.enter_context(_reach(ggml, name))
                 self.handle = self._server(ggml, relay)
             else:
                 self.handle = _by_name(ggml, name)
@@ -326,15 +326,6 @@ class Way(Owner):
                 self._relay.shut_the_door()
             self._ggml = ggml
             self._cleanup = stack.pop_all()
-
-    @staticmethod
-    def _reach(ggml: Library, name: str, silence_s: float) -> Relay:
-        if not ggml.has_rpc:
-            raise LibraryError(f"{name}: ggml in {ggml.directory} is built without RPC (GGML_RPC=ON)")
-        host, _, port = name.removeprefix(RPC).rpartition(":")
-        if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
-            raise UsageError(f"{name!r} is no server: write it as rpc:HOST:PORT, such as rpc:127.0.0.1:50052")
-        return Relay(host.strip("[]"), int(port), silence_s=silence_s)
 
     def _server(self, ggml: Library, relay: Relay) -> int:
         with self.calling():
@@ -410,6 +401,15 @@ def listed(ggml: Library) -> Mapping[str, str]:
         ggml.backend_dev_name(handle).decode().lower(): ggml.backend_dev_description(handle).decode(errors="replace")
         for handle in ggml.devices
     }
+
+
+def _reach(ggml: Library, name: str) -> Relay:
+    if not ggml.has_rpc:
+        raise LibraryError(f"{name}: ggml in {ggml.directory} is built without RPC (GGML_RPC=ON)")
+    host, _, port = name.removeprefix(RPC).rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise UsageError(f"{name!r} is no server: write it as rpc:HOST:PORT, such as rpc:127.0.0.1:50052")
+    return Relay(host.strip("[]"), int(port))
 
 
 def _held(ggml: Library, context: Context, buffer_type: int) -> int:

@@ -84,11 +84,11 @@ class Elsewhere:
     fixed: Mapping[str, int]  # bytes by name of everything there but weights
 
     def require(self, parts: Mapping[str, int]) -> None:
-        """DoesNotFit for more than is free."""
+        """DoesNotFit for more than is free: without parts, which are those of the budget."""
         if not self.fits(parts):
             listed = ", ".join(f"{part} {format_size(nbytes)}" for part, nbytes in parts.items() if nbytes)
             need, have = format_size(sum(parts.values())), format_size(self.free or 0)
-            raise DoesNotFit(f"needs {need} of the device {self.name}, which has {have} free: {listed}", parts)
+            raise DoesNotFit(f"needs {need} of the device {self.name}, which has {have} free: {listed}")
 
     def fits(self, parts: Mapping[str, int]) -> bool:
         """Whether it has so much."""
