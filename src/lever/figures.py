@@ -84,10 +84,11 @@ class Figures:
     def update(self) -> None:
         """Take what has happened since the decode phase began."""
         s = self._stats
-        s.decode_s, s.verify_s, s.project_s, s.stall_s, s.read_s, read_bytes, sending_s, of_draft_s, sent = (
+        s.decode_s, s.verify_s, s.project_s, s.stall_s, s.read_s, read_bytes, sending_s, of_draft_s, sent, got = (
             now - before for now, before in zip(self._now(), self._before, strict=True)
         )
         s.read_bytes, s.upload_bytes, s.upload_s = int(read_bytes), int(sent), sending_s + of_draft_s
+        s.download_bytes = int(got)
         s.python_s = s.decode_s - s.verify_s - s.project_s - s.stall_s - s.draft_s - sending_s
 
     def _now(self) -> tuple[float, ...]:
@@ -103,4 +104,5 @@ class Figures:
             model.traffic.upload_s,
             of_draft.upload_s,
             model.traffic.upload_bytes + of_draft.upload_bytes,
+            model.traffic.download_bytes + of_draft.download_bytes,
         )

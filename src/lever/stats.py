@@ -34,6 +34,7 @@ class RunStats:
     stall_s: float = 0.0
     upload_bytes: int = 0  # to the devices that compute, if not the CPU: weights, rows, masks
     upload_s: float = 0.0
+    download_bytes: int = 0  # from them: logits, hidden rows
     draft_s: float = 0.0
     draft_hidden_s: float = 0.0
     verify_s: float = 0.0  # of the target's layers, compute only

@@ -37,12 +37,11 @@ SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.
 
 @dataclass(slots=True)
 class Traffic:
-    """What went to a device and came back for one model: bytes, and seconds in which nothing else was done."""
+    """What went to a device and came back for one model."""
 
     upload_bytes: int = 0
-    upload_s: float = 0.0
-    download_bytes: int = 0
-    download_s: float = 0.0  # waiting for what is computed included
+    upload_s: float = 0.0  # in which nothing else was done
+    download_bytes: int = 0  # their seconds are those of computing, which they wait for
 
 
 class Cpu:
@@ -127,26 +126,15 @@ class FarDevice:
         """As of `Cpu.matrix`: the array is here, the tensor there."""
         nbytes = rows * length * np.dtype(dtype).itemsize
         array = stack.enter_context(Pages(nbytes)).bytes[:nbytes].view(dtype).reshape(rows, length)
-        return self._matrix(context, stack, KINDS[np.dtype(dtype)], array, nbytes)
+        return FarMatrix(self, self._made(context, stack, KINDS[np.dtype(dtype)], rows, length, nbytes), array)
 
     def over(self, context: Context, stack: ExitStack, kind: int, rows: int, length: int, pages: Pages) -> Matrix:
         """As of `Cpu.over`."""
-        return self._matrix(context, stack, kind, pages.bytes, pages.nbytes, rows, length)
+        return FarMatrix(self, self._made(context, stack, kind, rows, length, pages.nbytes), pages.bytes)
 
-    def _matrix(
-        self,
-        context: Context,
-        stack: ExitStack,
-        kind: int,
-        array: NDArray[Any],
-        nbytes: int,
-        rows: int = 0,
-        length: int = 0,
-    ) -> Matrix:
-        rows, length = (rows, length) if rows else array.shape
+    def _made(self, context: Context, stack: ExitStack, kind: int, rows: int, length: int, nbytes: int) -> int:
         memory = stack.enter_context(self.allocate(nbytes))
-        tensor = memory.place(self._ggml.new_tensor_2d(context.handle, kind, length, rows))
-        return FarMatrix(self, tensor, array)
+        return memory.place(self._ggml.new_tensor_2d(context.handle, kind, length, rows))
 
     def send(self, tensor: int, address: int, nbytes: int, at: int = 0) -> None:
         """Bytes from `address` on into a tensor, from its byte `at` on."""
@@ -159,11 +147,9 @@ class FarDevice:
 
     def fetch(self, tensor: int, address: int, nbytes: int) -> None:
         """The first bytes of a tensor, once they are computed, to `address`."""
-        started = time.perf_counter()
         with self.way.calling():
             self._ggml.backend_tensor_get(tensor, address, 0, nbytes)
         self.traffic.download_bytes += nbytes
-        self.traffic.download_s += time.perf_counter() - started
 
     @contextmanager
     def hold(self, context: Context, buffer_type: int) -> Iterator[None]:
