@@ -52,8 +52,7 @@ def serve(ggml: Library, address: str, port: int, n_threads: int, ready: Callabl
     )
     thread.start()
     ready()
-    while thread.is_alive():
-        thread.join(1.0)  # a longer wait would not hear of signals
+    thread.join()
     raise LeverError(f"ggml's RPC server at {address}:{port} has ended")
 
 

@@ -244,11 +244,12 @@ def settings(device: str, draft_device: str) -> ModelSettings:
     return ModelSettings(dram=1 << 30, pin_percent=0, device=device, draft_device=draft_device)
 
 
-@pytest.mark.parametrize("policy", ["lever", "chain-sd", "opt-tree"])
+@pytest.mark.parametrize("policy", ["lever", "chain-sd", "opt-tree", "edgellm"])
 @pytest.mark.parametrize("devices", ["here here", "far here", "here far", "far far"])
 def test_the_text_is_the_same_wherever_target_and_draft_are(
     pair: tuple[Path, Path], server: RPCServer, devices: str, policy: str
 ) -> None:
+    """edgellm's draft goes on beside the target's pass, on the same connection if both are far."""
     target, draft = pair
     names = [server.name if where == "far" else "cpu" for where in devices.split()]
     with LLM(target, ModelSettings(dram=1 << 30, pin_percent=0)) as llm:

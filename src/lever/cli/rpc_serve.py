@@ -38,6 +38,8 @@ def rpc_serve(
     Ctrl-C ends it.
     """
     from lever.ggml import load
+    from lever.ggml.probe import largest_row_multiple
+    from lever.loader import usable_threads
     from lever.rpc_server import address_of, is_loopback, serve
 
     address = address_of(host)
@@ -51,5 +53,5 @@ def rpc_serve(
             "warning: no authentication and no encryption: anybody who reaches "
             f"{address}:{port} can read and write this process's memory"
         )
-    n_threads = o.thread_count(threads)
+    n_threads = usable_threads(o.thread_count(threads), largest_row_multiple(load()))
     serve(load(), address, port, n_threads, lambda: None if quiet else note(f"rpc:{address}:{port} computes"))

@@ -82,6 +82,12 @@ def row_multiple(ggml: Library, plain: Iterable[int], repacked: Iterable[int] = 
     return multiple
 
 
+def largest_row_multiple(ggml: Library) -> int:
+    """The number of rows that products of any type, as files hold it, should have a multiple of, where that helps."""
+    found = (probe(ggml, kind) for kind in MATRIX_TYPES)
+    return max(one.row_multiple or 1 for one in found if one is not None)
+
+
 def type_name(ggml: Library, kind: int) -> str:
     """ggml's own name of a type, in capitals as files write it."""
     name: bytes = ggml.type_name(kind)
