@@ -189,7 +189,10 @@ class Library:
     @functools.cached_property
     def devices(self) -> Sequence[int]:
         """Devices of the backends that this build has, the CPU among them. Some take a while to look for theirs."""
-        self._declare(_open(self.directory / "libggml.so"), _REGISTRY)
+        path = self.directory / "libggml.so"
+        if not path.exists():  # nothing here needs it but other devices
+            return [self.cpu_device]
+        self._declare(_open(path), _REGISTRY)
         return [self.backend_dev_get(index) for index in range(self.backend_dev_count())]
 
     @functools.cached_property
