@@ -319,7 +319,7 @@ class ScriptedDraft:
         n_ctx: int = 1 << 12,
         room: int = 26,
     ) -> None:
-        self.model = SimpleNamespace(shape=ModelShape(n_ctx, 64, 8, room), n_threads=0)
+        self.model = SimpleNamespace(shape=ModelShape(n_ctx, 64, 8, room), n_threads=0, stats=ModelStats())
         self.room = room
         self.text: list[int] = []
         self.n_begun = self.n_first = self.n_steps = self.n_beside = 0  # n_first: begun with a tree of its root alone

@@ -14,7 +14,7 @@ from lever.machine import performance_cores
 from lever.memory import parse_size
 from lever.opening import Silent, Told, Wanted, learn, open_ready
 from lever.owner import Owner
-from lever.settings import AUTO, Prune, SamplerSettings
+from lever.settings import AUTO, CPU, Prune, SamplerSettings
 
 REQUEST = {  # options of an answer that are not about drawing, and their names in GenerationSettings
     "max_tokens": "max_new_tokens",
@@ -73,14 +73,18 @@ class LLM(Owner):
         use_image: bool = True,
         use_profile: bool = True,
         grammars: bool = False,
+        device: str = CPU,
+        draft_device: str = CPU,
         offline: bool = False,
         progress: Told | None = None,
     ) -> None:
         """`model`: a path, hf:owner/repo[:QUANT] or a name such as demo. `dram`: bytes, "900MiB", "60%" or "auto".
 
         The rest is as the flags of `lever run`: `draft` is auto, none, lookup or a model. `grammars` keeps room for
-        answers that obey one, some 50 MB; without it they need what happens to be left. `progress` is told of what
-        takes long. Any of `lever.errors.LeverError`: UsageError, DoesNotFit, StorageError, DownloadError, GGUFError.
+        answers that obey one, some 50 MB; without it they need what happens to be left. `device` and `draft_device`
+        compute the layers and the draft: cpu, rpc:HOST:PORT, or another that ggml has. `progress` is told of what
+        takes long. Any of `lever.errors.LeverError`: UsageError, DoesNotFit, StorageError, DownloadError, GGUFError,
+        DeviceLost.
         """
         told = progress if progress is not None else Silent()
         settings = ModelSettings(
@@ -89,6 +93,8 @@ class LLM(Owner):
             n_ctx=n_ctx,
             n_threads=n_threads if n_threads is not None else len(performance_cores()),
             grammars=grammars,
+            device=device,
+            draft_device=draft_device,
         )
         wanted = Wanted(fspath(model), fspath(draft), preset, use_image, offline, fspath(predictor), prune)
         self._newest: Generation | None = None

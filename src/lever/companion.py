@@ -9,6 +9,7 @@ from lever import gguf as gguf_file
 from lever.arch import ModelConfig
 from lever.errors import UsageError
 from lever.ggml import load
+from lever.ggml.devices import Devices
 from lever.gguf import GGUF
 from lever.loader import PYTHON, LoadedModel, ModelSettings, Progress, most_ctx, plan
 from lever.owner import Owner
@@ -24,10 +25,17 @@ BATCH = 128  # tokens of a prompt that it reads at once
 
 
 class Companion(Owner):
-    """A small model, all of it in memory. `load` it before its target, whose plan has it as one part."""
+    """A small model, all of it in memory, this process's or that of the device that computes it. `load` it before its
+    target, whose plan has it as one part.
+    """
 
-    def __init__(self, path: Path, target: ModelConfig, settings: ModelSettings, target_file: GGUF) -> None:
-        """UsageError unless its vocabulary is that of its target, token by token; the header of the latter is whole."""
+    def __init__(
+        self, path: Path, target: ModelConfig, settings: ModelSettings, target_file: GGUF, devices: Devices
+    ) -> None:
+        """UsageError unless its vocabulary is that of its target, token by token; the header of the latter is whole.
+
+        Errors of its device as of `Devices.open`; who gives the devices keeps them open.
+        """
         gguf = gguf_file.read(path)
         self.config = ModelConfig.from_gguf(gguf)
         self._loaded: LoadedModel | None = None
@@ -35,6 +43,8 @@ class Companion(Owner):
         self.gguf = replace(
             gguf, metadata={k: v for k, v in gguf.metadata.items() if not isinstance(v, list) or k.startswith("lever.")}
         )
+        self.device = devices.open(settings.draft_device)
+        as_file = Image.of(gguf) is not None or not self.device.on_host
         n_ctx = min(most_ctx(target, settings) + NODES, self.config.n_ctx_train)
         self._settings = replace(
             settings,
@@ -45,19 +55,22 @@ class Companion(Owner):
             n_tree=TREE_ROWS,
             n_steps=STEPS,
             tree_attention="masked",  # `forward_nodes` is all that a draft needs
-            layout="auto" if Image.of(gguf) is not None else "repacked",
+            layout="auto" if as_file else "repacked",
             grammars=False,
+            device=self.device.name,
         )
 
     def nbytes(self, python: int) -> int:
         """Bytes that it takes; DoesNotFit if that alone is too much."""
-        _, found = plan(load(), self.gguf, self.config, self._settings, python=python)
+        _, found = plan(load(), self.gguf, self.config, self._settings, python=python, device=self.device)
         return found.total - found.parts[PYTHON]
 
     def load(self, python: int, progress: Progress | None = None) -> LoadedModel:
         """The model in its place."""
         if self._loaded is None:
-            self._loaded = LoadedModel(self.gguf, self.config, self._settings, python=python, progress=progress)
+            self._loaded = LoadedModel(
+                self.gguf, self.config, self._settings, python=python, device=self.device, progress=progress
+            )
         return self._loaded
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import metadata
 from itertools import product
@@ -25,6 +25,7 @@ from typing import Literal
 
 from lever.errors import LeverError, LibraryError, StorageError
 from lever.ggml import VERSION, load
+from lever.ggml.devices import listed
 from lever.ggml.lib import DIRECTORY_VARIABLE
 from lever.ggml.probe import MAX_ERROR, Probe, probe
 from lever.gguf import MATRIX_TYPES, TYPES
@@ -40,6 +41,7 @@ LEVELS: tuple[Level, ...] = ("ok", "warning", "problem")  # the exit code is the
 Clock = Callable[[], float]  # seconds
 
 DISTRIBUTION = "lever-llm"
+SERVERS = "rpc:HOST:PORT"  # among devices
 PACKAGE = f"libggml-python=={VERSION}.post1"
 
 # Instruction sets that ggml's kernels use, and what it means when the library was built without one that the CPU has.
@@ -160,6 +162,7 @@ class Trial:
     loaded: Loaded | None
     probes: tuple[Probe, ...]
     failure: str | None
+    devices: Mapping[str, str] = field(default_factory=dict)  # by the names that users give them, with what they are
 
 
 def try_ggml() -> Trial:
@@ -180,6 +183,7 @@ def report_trial() -> None:
             found = probe(ggml, kind, repacked)
             if found is not None:
                 _say("probe", asdict(found))
+        _say("devices", {**listed(ggml), **({SERVERS: "see lever rpc-serve"} if ggml.has_rpc else {})})
     except LibraryError as error:
         _say("failure", str(error))
 
@@ -202,6 +206,7 @@ def read_trial(done: subprocess.CompletedProcess[str]) -> Trial:
         next((Loaded(**data) for what, data in said if what == "loaded"), None),
         tuple(Probe(**data) for what, data in said if what == "probe"),
         failures[0] if failures else None,
+        next((data for what, data in said if what == "devices"), {}),
     )
 
 
@@ -216,7 +221,7 @@ def library(trial: Trial, cpu: frozenset[str]) -> list[Finding]:
     findings.append(_kernels(trial.probes))
     if trial.probes:
         findings += [_products(trial.probes), _rows(trial.probes)]
-    return findings
+    return [*findings, _devices(trial.devices)]
 
 
 def reinstall() -> str:
@@ -286,6 +291,16 @@ def _rows(probes: tuple[Probe, ...]) -> Finding:
     grouped = [f"{_kernel(found)} {found.row_multiple}" for found in probes if (found.row_multiple or 1) > 1]
     value = "bit-equal whatever rows are beside them, all types and layouts"
     return Finding("rows", "ok", f"{value}; in multiples of: {_listed(grouped)}" if grouped else value)
+
+
+def _devices(devices: Mapping[str, str]) -> Finding:
+    """What --device and --draft-device may name; the RPC backend is how another machine is one."""
+    value = _listed(f"{name} ({what})" for name, what in devices.items())
+    if SERVERS in devices:
+        return Finding("devices", "ok", value)
+    return Finding(
+        "devices", "ok", f"{value}; no RPC in this ggml", "build it with GGML_RPC=ON to let other machines compute"
+    )
 
 
 def _kernel(found: Probe) -> str:

@@ -132,7 +132,7 @@ class Engine:
             return
         if run.room > 2:
             self._guesser.read(run)
-        figures = Figures(self._model, self._store, stats)
+        figures = Figures(self._model, self._store, stats, self._draft.model if self._draft is not None else None)
         step = run.step(logits, exact=self._model.kv.in_order)
         figures.update()
         yield step

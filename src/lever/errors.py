@@ -14,6 +14,7 @@
     │   └── DownloadError           a model could not be fetched
     ├── Cancelled             130   somebody does not want the answer any more
     ├── ContextOverflow         1   more tokens than the context holds
+    ├── DeviceLost              1   what computes elsewhere is not there, or not there any more
     ├── ProfileError            1   a kept profile of this machine is damaged or of another version
     └── LibraryError            1   ggml is missing, of another version, or computes wrongly
 
@@ -97,6 +98,10 @@ class Cancelled(LeverError):
 
 class ContextOverflow(LeverError):
     """Prompt and answer need more positions than the context has."""
+
+
+class DeviceLost(LeverError):
+    """A device cannot be reached, has gone away, or does not answer as it should."""
 
 
 class ProfileError(LeverError):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from lever.ggml.devices import Traffic
 from lever.model import Model
 from lever.stats import RunStats
 from lever.trace import Cycle, Mark
@@ -76,21 +77,23 @@ class Trace:
 class Figures:
     """Brings the stats of a run up to date, from counters that go on from run to run."""
 
-    def __init__(self, model: Model, store: Store, stats: RunStats) -> None:
-        self._model, self._store, self._stats = model, store, stats
+    def __init__(self, model: Model, store: Store, stats: RunStats, draft: Model | None = None) -> None:
+        self._model, self._store, self._stats, self._draft = model, store, stats, draft
         self._before = self._now()
 
     def update(self) -> None:
         """Take what has happened since the decode phase began."""
         s = self._stats
-        s.decode_s, s.verify_s, s.project_s, s.stall_s, s.read_s, read_bytes = (
+        s.decode_s, s.verify_s, s.project_s, s.stall_s, s.read_s, read_bytes, sending_s, of_draft_s, sent, got = (
             now - before for now, before in zip(self._now(), self._before, strict=True)
         )
-        s.read_bytes = int(read_bytes)
-        s.python_s = s.decode_s - s.verify_s - s.project_s - s.stall_s - s.draft_s
+        s.read_bytes, s.upload_bytes, s.upload_s = int(read_bytes), int(sent), sending_s + of_draft_s
+        s.download_bytes = int(got)
+        s.python_s = s.decode_s - s.verify_s - s.project_s - s.stall_s - s.draft_s - sending_s
 
     def _now(self) -> tuple[float, ...]:
         model, store = self._model.stats, self._store.stats
+        of_draft = self._draft.stats.traffic if self._draft is not None else Traffic()
         return (
             time.perf_counter(),
             model.layers_s + model.scores_s,
@@ -98,4 +101,8 @@ class Figures:
             store.stall_s + model.embedding_s,
             store.read_s,
             store.read_bytes,
+            model.traffic.upload_s,
+            of_draft.upload_s,
+            model.traffic.upload_bytes + of_draft.upload_bytes,
+            model.traffic.download_bytes + of_draft.download_bytes,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -51,31 +51,47 @@ class KVCache(Owner):
         self.n_ctx = n_ctx
         self.n_nodes = n_nodes
         self.n_slots = round_up(n_ctx, SLOT_MULTIPLE)
+        self.nbytes = round_up(kv_bytes(config, n_ctx, n_nodes))  # held
         self.length = 0
+        self.layers: tuple[LayerKV, ...] = ()
+        self._width, self._n_layers = config.n_embd_kv, config.n_layers
         self._written = 0  # slots that may hold something
         self._moved: int | None = None  # the first row of the text that was computed in another slot
-        width, n_layers = config.n_embd_kv, config.n_layers
         with ExitStack() as stack:
-            self._pages = stack.enter_context(Pages(kv_bytes(config, n_ctx, n_nodes)))
-            self._buffer = stack.enter_context(Buffer(ggml, self._pages.address, self._pages.nbytes))
-            self._context = stack.enter_context(Context(ggml, 4 * n_layers))
-            place = _Places(ggml, self._context, self._buffer, self._pages)
-            slots = [(width, self.n_slots), (self.n_slots, width)]
-            nodes = [(width, n_nodes)] * 2 if n_nodes else []
-            self.layers = tuple(LayerKV(*(place.tensor(*shape) for shape in slots + nodes)) for _ in range(n_layers))
+            self._context = stack.enter_context(Context(ggml, 4 * config.n_layers + 2))
+            self._allocate(ggml, stack)
             self._cleanup = stack.pop_all()
-        halves = self._pages.bytes[: kv_bytes(config, n_ctx, n_nodes)].view(np.float16).reshape(n_layers, -1)
-        ends = np.cumsum([width * self.n_slots, width * self.n_slots, width * n_nodes])
+
+    def _allocate(self, ggml: Library, stack: ExitStack) -> None:
+        """Make the tensors, over memory that the stack owns."""
+        pages = stack.enter_context(Pages(self.nbytes))
+        buffer = stack.enter_context(Buffer(ggml, pages.address, pages.nbytes))
+        self.layers = self._placed(ggml, lambda tensor, at: buffer.place(tensor, pages.address + at))
+        width, n_slots, n_nodes, n_layers = self._width, self.n_slots, self.n_nodes, self._n_layers
+        halves = pages.bytes[: n_layers * self._layer_nbytes].view(np.float16).reshape(n_layers, -1)
+        ends = np.cumsum([width * n_slots, width * n_slots, width * n_nodes])
         keys, values, node_keys, node_values = np.split(halves, ends, axis=1)
-        self._keys = keys.reshape(n_layers, self.n_slots, width)
-        self._values = values.reshape(n_layers, width, self.n_slots)
+        self._keys = keys.reshape(n_layers, n_slots, width)
+        self._values = values.reshape(n_layers, width, n_slots)
         self._node_keys = node_keys.reshape(n_layers, n_nodes, width)
         self._node_values = node_values.reshape(n_layers, n_nodes, width)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self._pages.nbytes
+    def _layer_nbytes(self) -> int:
+        return 2 * F16_BYTES * self._width * (self.n_slots + self.n_nodes)
+
+    def _placed(self, ggml: Library, place: Callable[[int, int], int]) -> tuple[LayerKV, ...]:
+        """Tensors of all layers, one behind the other; `place` gives one its data, so many bytes from the start."""
+        width, layers, at = self._width, [], 0
+        slots = [(width, self.n_slots), (self.n_slots, width)]
+        nodes = [(width, self.n_nodes)] * 2 if self.n_nodes else []
+        for _ in range(self._n_layers):
+            tensors = []
+            for shape in slots + nodes:
+                tensors.append(place(ggml.new_tensor_2d(self._context.handle, F16, *shape), at))
+                at += F16_BYTES * shape[0] * shape[1]
+            layers.append(LayerKV(*tensors))
+        return tuple(layers)
 
     @property
     def in_order(self) -> bool:
@@ -95,31 +111,24 @@ class KVCache(Owner):
         """The rows of the accepted path, numbered as in the last tree pass, become the text's next ones."""
         assert self.length + len(rows) <= self.n_ctx
         end = self.length + len(rows)
-        self._keys[:, self.length : end] = self._node_keys[:, rows]
-        self._values[:, :, self.length : end] = self._node_values[:, rows].transpose(0, 2, 1)
+        self._take_nodes(rows)
         self._written = max(self._written, end)
         self.length = end
 
     def gather(self, slots: Sequence[int], n_text: int) -> None:
         """Of the rows behind the text, numbered from its end, keep these, in order; the first n_text are text now."""
         assert n_text <= len(slots)
-        chosen, end = self.length + np.asarray(slots, int), self.length + len(slots)
-        self._keys[:, self.length : end] = self._keys[:, chosen]
-        self._values[:, :, self.length : end] = self._values[:, :, chosen]
+        self._move_slots(slots, len(self.layers))
         if self._moved is None:
             self._moved = next((self.length + n for n in range(n_text) if slots[n] != n), None)
         self.length += n_text
 
     def compact(self, rows: Sequence[int], n_layers: int) -> None:
         """Only these rows of the tree go on: in the first layers, which have them all, they move to the front."""
-        chosen, n = list(rows), len(rows)
         if self.n_nodes:
-            self._node_keys[:n_layers, :n] = self._node_keys[:n_layers, chosen]
-            self._node_values[:n_layers, :n] = self._node_values[:n_layers, chosen]
-            return
-        behind = [self.length + row for row in chosen]
-        self._keys[:n_layers, self.length : self.length + n] = self._keys[:n_layers, behind]
-        self._values[:n_layers, :, self.length : self.length + n] = self._values[:n_layers, :, behind]
+            self._move_nodes(rows, n_layers)
+        else:
+            self._move_slots(rows, n_layers)
 
     def truncate(self, length: int) -> None:
         """Keep only the first `length` rows. What lies behind them becomes zeros.
@@ -129,28 +138,37 @@ class KVCache(Owner):
         """
         assert 0 <= length <= self.length
         self.length = length
-        self._keys[:, length : self._written] = 0
-        self._values[:, :, length : self._written] = 0
+        self._clear(length, self._written)
         self._written = length
         if self._moved is not None and length <= self._moved:
             self._moved = None
+
+    # Where rows lie, and how they get elsewhere (`lever.far_kv` has another way)
+
+    def _take_nodes(self, rows: Sequence[int]) -> None:
+        """Rows of the tree, as text, into the slots behind the text."""
+        slots = slice(self.length, self.length + len(rows))
+        self._keys[:, slots] = self._node_keys[:, rows]
+        self._values[:, :, slots] = self._node_values[:, rows].transpose(0, 2, 1)
+
+    def _move_slots(self, rows: Sequence[int], n_layers: int) -> None:
+        """Rows behind the text to the first places there, in the first layers."""
+        chosen, slots = self.length + np.asarray(rows, int), slice(self.length, self.length + len(rows))
+        self._keys[:n_layers, slots] = self._keys[:n_layers, chosen]
+        self._values[:n_layers, :, slots] = self._values[:n_layers, :, chosen]
+
+    def _move_nodes(self, rows: Sequence[int], n_layers: int) -> None:
+        """Rows of the tree to the first places there, in the first layers."""
+        chosen, n = list(rows), len(rows)
+        self._node_keys[:n_layers, :n] = self._node_keys[:n_layers, chosen]
+        self._node_values[:n_layers, :n] = self._node_values[:n_layers, chosen]
+
+    def _clear(self, first: int, end: int) -> None:
+        """Slots become zeros, in all layers."""
+        self._keys[:, first:end] = 0
+        self._values[:, :, first:end] = 0
 
     def close(self) -> None:
         """Free the memory; tensors become invalid."""
         self._keys = self._values = self._node_keys = self._node_values = np.empty((0, 0, 0), np.float16)
         self._cleanup.close()
-
-
-class _Places:
-    """Gives out the memory of a cache, tensor after tensor."""
-
-    def __init__(self, ggml: Library, context: Context, buffer: Buffer, pages: Pages) -> None:
-        self._ggml, self._context, self._buffer = ggml, context, buffer
-        self._next = pages.address
-
-    def tensor(self, length: int, rows: int) -> int:
-        """F16 [length, rows]."""
-        tensor: int = self._ggml.new_tensor_2d(self._context.handle, F16, length, rows)
-        self._buffer.place(tensor, self._next)
-        self._next += F16_BYTES * length * rows
-        return tensor

@@ -6,7 +6,7 @@ import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from lever.draft import Draft
 from lever.engine import Engine
 from lever.errors import Cancelled, DoesNotFit, ModelError, StorageError, TemplateError, UsageError
 from lever.ggml import load
+from lever.ggml.devices import Device, Devices
 from lever.gguf import GGUF
 from lever.grammar import Grammar, GrammarConstraint, Vocabulary, nbytes
 from lever.loader import GRAMMAR, PYTHON, LoadedModel, ModelSettings, Progress, most_ctx, plan
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 MOST_LOGPROBS = 20  # as OpenAI has it
 PREDICTOR = "predictor"  # of the plan
+NOT_ALIKE = "rows that %s computes change with those beside them: text may differ from plain decoding at near ties"
 NO_ROOM_TO_PRUNE = "the budget does not hold the predictor and the output projection as well"
 # Lists that only the tokenizer needs; they weigh tens of megabytes as Python objects.
 VOCABULARY_KEYS = ("tokens", "merges", "scores", "token_type")
@@ -104,7 +106,12 @@ class LLM(Owner):
         self.settings = settings
         if self.policy.drafts and draft is None and not (lookup and self.policy.adaptive):
             raise UsageError(f"the preset {self.policy.name} needs a draft: give a model with --draft")
-        self.gguf, self.config, self.tokenizer, self._companion = _read(path, self._with_trees(settings), draft)
+        with ExitStack() as stack:
+            self._devices = stack.enter_context(Devices(load()))
+            self._device = self._devices.open(settings.device)
+            read = _read(path, self._with_trees(settings), draft, self._devices, self._device)
+            self.gguf, self.config, self.tokenizer, self._companion = read
+            stack.pop_all()
         self.prune: Prune = "off"
         self._predictor: Predictor | None = None
         self._must_prune = False
@@ -144,7 +151,7 @@ class LLM(Owner):
         return (shape, found), beside
 
     def _plan(self, settings: ModelSettings, beside: Mapping[str, int]) -> tuple[ModelShape, Plan]:
-        return plan(load(), self.gguf, self.config, settings, beside)
+        return plan(load(), self.gguf, self.config, settings, beside, device=self._device)
 
     @functools.cached_property
     def _predictor_nbytes(self) -> int:
@@ -181,11 +188,26 @@ class LLM(Owner):
             if self._companion is not None:
                 self._companion.load(python, progress)
             self._loaded = LoadedModel(
-                self.gguf, self.config, settings, beside=beside, python=python, progress=progress
+                self.gguf,
+                self.config,
+                settings,
+                beside=beside,
+                python=python,
+                device=self._device,
+                progress=progress,
             )
+            if not self._device.on_host:
+                self._tell_of_rows(self._loaded)
             if self._predictor is not None:
                 self._open_scores(self._loaded, self._predictor)
         return self._loaded
+
+    def _tell_of_rows(self, loaded: LoadedModel) -> None:
+        """What the probe has found of the device that computes the layers."""
+        if loaded.row_invariant:
+            log.info("rows that %s computes have the same bits whatever rows are beside them", self._device.name)
+        else:
+            log.warning(NOT_ALIKE, self._device.name)
 
     def _open_scores(self, loaded: LoadedModel, predictor: Predictor) -> None:
         try:
@@ -276,6 +298,7 @@ class LLM(Owner):
             self._loaded.close()
         if self._companion is not None:
             self._companion.close()
+        self._devices.close()
 
     def _steps(
         self,
@@ -327,6 +350,9 @@ class LLM(Owner):
             predictor=None if self._predictor is None else str(self._predictor.path),
             model=self.name,
             draft=self.draft_name,
+            device=self._device.name,
+            draft_device=self._companion.device.name if self._companion is not None else None,
+            exact=loaded.row_invariant,
             ggml=loaded.ggml.version_text,
         )
 
@@ -402,15 +428,15 @@ class Generation:
 
 
 def _read(
-    path: Path, settings: ModelSettings, draft: Path | None
+    path: Path, settings: ModelSettings, draft: Path | None, devices: Devices, device: Device
 ) -> tuple[GGUF, ModelConfig, Tokenizer, Companion | None]:
     """The header without the lists of its vocabulary, what is made of it, and the draft that fits it."""
     gguf = gguf_file.read(path)
     config = ModelConfig.from_gguf(gguf)
     companion = None
     if draft is not None:
-        companion = Companion(draft, config, settings, gguf)
-    _require_room(gguf, config, settings, companion)
+        companion = Companion(draft, config, settings, gguf, devices)
+    _require_room(gguf, config, settings, companion, device)
     tokenizer = Tokenizer.from_gguf(gguf)
     dropped = {f"tokenizer.ggml.{key}" for key in VOCABULARY_KEYS}
     kept = {key: value for key, value in gguf.metadata.items() if key not in dropped}
@@ -422,13 +448,15 @@ def _beside(companion: Companion | None, python: int) -> dict[str, int]:
     return {} if companion is None else {PART: companion.nbytes(python)}
 
 
-def _require_room(gguf: GGUF, config: ModelConfig, settings: ModelSettings, companion: Companion | None) -> None:
+def _require_room(
+    gguf: GGUF, config: ModelConfig, settings: ModelSettings, companion: Companion | None, device: Device
+) -> None:
     """DoesNotFit for a budget too small for the model, or for building its tokenizer.
 
     The plan counts Python's memory as it is now, with the lists of the vocabulary. The tokenizer takes more than these
     when it takes their place, so nothing is refused here that would fit later.
     """
-    plan(load(), gguf, config, settings, _beside(companion, rss_bytes()))
+    plan(load(), gguf, config, settings, _beside(companion, rss_bytes()), device=device)
     ledger = Ledger(settings.dram, ("give more with --dram",))
     ledger.reserve(PYTHON, rss_bytes())
     ledger.reserve("building the tokenizer", Tokenizer.building_nbytes(gguf))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lever.arch import ModelConfig
 from lever.errors import LeverError
-from lever.ggml import Backend, Context, GraphAllocator, Library
+from lever.far_kv import FarKVCache
+from lever.ggml import Context, Library
+from lever.ggml.devices import Cpu, Device, FarDevice, Traffic
 from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE, KVCache
 from lever.owner import Owner
 from lever.pages import round_up
@@ -20,7 +22,7 @@ from lever.scores import Scores
 from lever.settings import TreeAttention
 from lever.sizing import wide_graphs
 from lever.steps import Steps
-from lever.transformer import F32_BYTES, Rows, Run, Transformer, graph_nodes, graph_tensors
+from lever.transformer import F32_BYTES, I32_BYTES, Rows, Run, Transformer, graph_nodes, graph_tensors
 from lever.weights.embedding import EmbeddingRows
 from lever.weights.plan import ModelUnits
 from lever.weights.tensors import Tensors, Weights
@@ -35,6 +37,7 @@ class ModelStats:
     scores_s: float = 0.0  # of rows in the middle of passes
     projection_s: float = 0.0  # inside ggml, final norm and output projection
     embedding_s: float = 0.0  # waiting for rows of the embedding table
+    traffic: Traffic = field(default_factory=Traffic)  # with the device that computes
 
 
 AfterLayer = Callable[[int], None]  # told of each layer that is done, while the next one is read
@@ -66,37 +69,54 @@ class Model(Owner):
         n_threads: int,
         *,
         spin: bool = False,
+        device: Device | None = None,
+        head: Weights | None = None,
     ) -> None:
-        """`n_threads` at most; they `spin` between graphs, where nothing is waited for, or sleep."""
+        """`n_threads` at most; they `spin` between graphs, where nothing is waited for, or sleep.
+
+        `device` computes, None: the CPU, and `weights` are in its memory. With a `head`, whose weights are in this
+        process's, the CPU projects.
+        """
         self.config = config
         self.shape = shape
-        self.stats = ModelStats()
+        cpu = Cpu(ggml)
+        self._device = device if device is not None else cpu
+        projecting = cpu if head is not None else self._device
+        self.stats = ModelStats(traffic=self._device.traffic)
         self._ggml = ggml
         self._units = units
-        self._weights = weights
+        self._weights, self._head = weights, head if head is not None else weights
         self._embedding = embedding
         self._transformer = Transformer(ggml, config)
-        self._small = next(iter(weights.stream([(units.small,)])))  # pinned, so it stays valid
+        self._small = self._smalls(weights)
+        self._output_norm = self._smalls(self._head)["output_norm.weight"]
         self._closed = False
         with ExitStack() as stack:
-            self.kv = stack.enter_context(KVCache(ggml, config, shape.n_ctx, shape.n_nodes))
-            self._backend = stack.enter_context(Backend(ggml, n_threads, spin=spin))
+            self._backend = stack.enter_context(self._device.open_backend(n_threads, spin=spin))
+            self.kv = stack.enter_context(self._open_kv())
             self._context = stack.enter_context(Context(ggml, graph_tensors(shape.n_nodes), graph_nodes(shape.n_nodes)))
-            self._workspace = stack.enter_context(Workspace(ggml, config, embedding, shape))
-            self._allocator = stack.enter_context(GraphAllocator(ggml))
+            self._workspace = stack.enter_context(Workspace(ggml, config, embedding, shape, self._device, projecting))
+            self._allocator = stack.enter_context(self._device.open_allocator())
             for graph in wide_graphs(ggml, config, units, shape):
+                self._device.require(graph)
                 self._allocator.reserve(graph)
+            self._head_backend, self._head_allocator = self._backend, self._allocator
+            if projecting is not self._device:
+                self._head_backend = stack.enter_context(projecting.open_backend(n_threads))
+                self._head_allocator = stack.enter_context(projecting.open_allocator())
+                for graph in wide_graphs(ggml, config, units, shape, projection_only=True):
+                    self._head_allocator.reserve(graph)
             self._steps = stack.enter_context(self._open_steps(weights)) if shape.n_steps else None
             self._cleanup = stack.pop_all()
 
     @property
     def n_threads(self) -> int:
         """Threads of the next pass; any number gives the same bits."""
-        return self._backend.n_threads
+        return self._head_backend.n_threads
 
     @n_threads.setter
     def n_threads(self, count: int) -> None:
-        self._backend.n_threads = count
+        self._backend.n_threads = self._head_backend.n_threads = count
 
     def forward(self, tokens: Sequence[int], after_layer: AfterLayer = lambda _layer: None) -> None:
         """One pass over the layers for up to n_batch tokens, which come behind those in the cache.
@@ -144,7 +164,7 @@ class Model(Owner):
             chosen = thinning.choose()
             if len(chosen) == len(rows):
                 return None
-            self._workspace.hidden_array[: len(chosen)] = self._workspace.hidden_array[list(chosen)]
+            self._keep_hidden(len(rows), chosen)
             self.kv.compact(chosen, layer + 1)
             place = {row: number for number, row in enumerate(chosen)}
             return (block([place[parents[row]] if row else -1 for row in chosen]),)
@@ -196,7 +216,7 @@ class Model(Owner):
         block = self._nodes_block(first, depths, visible)
         self._load_ids(tokens, block)
         self.stats.layers_s += self._steps.run(block)
-        logits: NDArray[np.float32] = self._workspace.logits_array[: len(tokens)]
+        logits: NDArray[np.float32] = self._workspace.logits.array[: len(tokens)]
         return logits
 
     def _nodes_block(self, first: int, depths: Sequence[int], visible: NDArray[np.bool_]) -> Block:
@@ -223,8 +243,23 @@ class Model(Owner):
             for layer, weights in enumerate(layers):
                 for block in blocks:
                     self._layer(layer, weights, block)
+                self._wait(1)
                 blocks = thinned(layer) or blocks
                 after_layer(layer)
+        self._wait(self.config.n_embd * sum(block.n for block in blocks))
+
+    def _wait(self, n: int) -> None:
+        """Until what was begun is done; the first n numbers of the hidden states are here then."""
+        started = time.perf_counter()
+        self._workspace.hidden.fetch(n)
+        self.stats.layers_s += time.perf_counter() - started
+
+    def _keep_hidden(self, n_rows: int, chosen: Sequence[int]) -> None:
+        """Of the hidden states of n_rows rows these become the first ones."""
+        hidden = self._workspace.hidden
+        hidden.fetch(self.config.n_embd * n_rows)
+        hidden.array[: len(chosen)] = hidden.array[list(chosen)]
+        hidden.send(self.config.n_embd * len(chosen))
 
     def open_scores(self, fill: Callable[[NDArray[np.float16]], None], *, repacked: bool) -> Scores:
         """Scores of rows of trees by the translator that `fill` writes; the projection is in memory, `repacked` or not.
@@ -235,8 +270,8 @@ class Model(Owner):
             self._ggml,
             self.config,
             self._units,
-            self._weights,
-            self._backend,
+            self._head,
+            self._head_backend,
             fill,
             self.shape.n_tree,
             repacked=repacked,
@@ -245,13 +280,13 @@ class Model(Owner):
     def score(self, scores: Scores, n_rows: int, pairs: Sequence[tuple[int, int]]) -> NDArray[np.float32]:
         """Of pairs of a row and a token, in the middle of a pass over so many rows."""
         started = time.perf_counter()
-        found = scores.of(self._workspace.hidden, n_rows, pairs)
+        found = scores.of(self._workspace.hidden.tensor, n_rows, pairs)
         self.stats.scores_s += time.perf_counter() - started
         return found
 
     def finite(self, n_rows: int) -> bool:
         """Whether the first rows of the last pass are numbers: a token that overflows spoils those beside it."""
-        return bool(np.isfinite(self._workspace.hidden_array[:n_rows]).all())
+        return bool(np.isfinite(self._workspace.hidden.array[:n_rows]).all())
 
     def project(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """Logits [len(rows), n_vocab] of rows of the last `forward`, counted from its first token.
@@ -259,10 +294,10 @@ class Model(Owner):
         The next call overwrites the array.
         """
         space = self._workspace
-        m = self._choose(space.hidden_array, rows)
-        chosen = self._begin(space.chosen, m)
-        self.stats.projection_s += self._run(
-            self._transformer.final_norm(self._context, chosen, self._small["output_norm.weight"])
+        m = self._choose(space.hidden.array, rows)
+        chosen = self._begin(space.chosen.tensor, m)
+        self.stats.projection_s += self._run_head(
+            self._transformer.final_norm(self._context, chosen, self._output_norm)
         )
         return self._logits(len(rows), m)
 
@@ -277,13 +312,18 @@ class Model(Owner):
         assert 0 < len(rows) <= self.shape.n_logits
         self._require_open()
         m = self.shape.padded(len(rows))
-        self._workspace.chosen_array[:m] = states[[*rows, *[rows[-1]] * (m - len(rows))]]
+        chosen = self._workspace.chosen
+        chosen.array[:m] = states[[*rows, *[rows[-1]] * (m - len(rows))]]
+        chosen.send(m * self.config.n_embd)
         return m
 
     def _logits(self, n: int, m: int) -> NDArray[np.float32]:
-        with closing(self._weights.stream((band,) for band in self._units.projection)) as bands:
+        with closing(self._head.stream((band,) for band in self._units.projection)) as bands:
             self._project(bands, m)
-        logits: NDArray[np.float32] = self._workspace.logits_array[:n]
+        started = time.perf_counter()
+        self._workspace.logits.fetch(n * self.config.n_vocab)
+        self.stats.projection_s += time.perf_counter() - started
+        logits: NDArray[np.float32] = self._workspace.logits.array[:n]
         return logits
 
     def _project(self, bands: Iterable[Tensors], m: int) -> None:
@@ -291,25 +331,37 @@ class Model(Owner):
         space, row, first = self._workspace, F32_BYTES * self.config.n_vocab, 0
         for weights, band in zip(bands, self._units.band_rows, strict=True):
             (matrix,) = weights.values()
-            chosen = self._begin(space.chosen, m)
-            part = self._ggml.view_2d(self._context.handle, space.logits, band, m, row, F32_BYTES * first)
-            self.stats.projection_s += self._run(self._transformer.project(self._context, chosen, matrix, part))
+            chosen = self._begin(space.chosen.tensor, m)
+            part = self._ggml.view_2d(self._context.handle, space.logits.tensor, band, m, row, F32_BYTES * first)
+            self.stats.projection_s += self._run_head(self._transformer.project(self._context, chosen, matrix, part))
             first += band
 
     def hidden(self, n_rows: int) -> NDArray[np.float32]:
         """Hidden states [n_rows, n_embd] of the first rows of the pass under way, between two of its layers."""
-        states: NDArray[np.float32] = self._workspace.hidden_array[:n_rows]
+        self._workspace.hidden.fetch(n_rows * self.config.n_embd)
+        states: NDArray[np.float32] = self._workspace.hidden.array[:n_rows]
         return states
 
     def normed(self, n_rows: int) -> NDArray[np.float32]:
         """The rows [n_rows, n_embd] that the last `project` multiplied: final hidden states after their norm."""
-        rows: NDArray[np.float32] = self._workspace.chosen_array[:n_rows]
+        self._workspace.chosen.fetch(n_rows * self.config.n_embd)
+        rows: NDArray[np.float32] = self._workspace.chosen.array[:n_rows]
         return rows
 
     def close(self) -> None:
         """Free cache, workspace and graphs; weights and embedding are their owner's."""
         self._closed = True
         self._cleanup.close()
+
+    def _smalls(self, weights: Weights) -> Tensors:
+        """The final norm and the RoPE factors: pinned, so they stay valid."""
+        return next(iter(weights.stream([(self._units.small,)])))
+
+    def _open_kv(self) -> KVCache:
+        shape = self.shape
+        if isinstance(self._device, FarDevice):
+            return FarKVCache(self._ggml, self.config, shape.n_ctx, shape.n_nodes, self._device, self._backend)
+        return KVCache(self._ggml, self.config, shape.n_ctx, shape.n_nodes)
 
     def _open_steps(self, weights: Weights) -> Steps:
         return Steps(
@@ -320,6 +372,7 @@ class Model(Owner):
             self.shape,
             self._workspace,
             self.kv,
+            self._device,
             self._backend,
             self._allocator,
             self._small,
@@ -356,22 +409,27 @@ class Model(Owner):
         started = time.perf_counter()
         where = self._embedding.load(tokens)
         self.stats.embedding_s += time.perf_counter() - started
-        self._workspace.ids_array[: block.m] = np.pad(where, (0, block.m - block.n), "edge")
+        ids, table = self._workspace.ids, self._workspace.table
+        ids.array[0, : block.m] = np.pad(where, (0, block.m - block.n), "edge")
+        ids.send(block.m)
+        table.send((int(where.max()) + 1) * self._embedding.row_nbytes)
 
     def _embed(self, tokens: Sequence[int], block: Block) -> None:
         space = self._workspace
         self._load_ids(tokens, block)
-        hidden = self._begin(space.hidden, block.m, block.start)
-        ids = self._ggml.view_1d(self._context.handle, space.ids, block.m, 0)
-        self.stats.layers_s += self._run(self._transformer.embed(self._context, space.table, ids, hidden))
+        hidden = self._begin(space.hidden.tensor, block.m, block.start)
+        ids = self._ggml.view_1d(self._context.handle, space.ids.tensor, block.m, 0)
+        self.stats.layers_s += self._run(self._transformer.embed(self._context, space.table.tensor, ids, hidden))
 
     def _layer(self, layer: int, weights: Tensors, block: Block) -> None:
         space = self._workspace
-        space.show(block)
+        shown, ggml = space.show(block), self._ggml
+        hidden, ctx = self._begin(space.hidden.tensor, block.m, block.start), self._context.handle
+        mask = space.mask.tensor, block.n_kv, block.m, F16_BYTES * block.n_kv, space.mask_at(shown)
         rows = Rows(
-            hidden=self._begin(space.hidden, block.m, block.start),
-            positions=self._ggml.view_1d(self._context.handle, space.positions, block.m, 0),
-            mask=self._ggml.view_2d(self._context.handle, space.mask, block.n_kv, block.m, F16_BYTES * block.n_kv, 0),
+            hidden=hidden,
+            positions=ggml.view_1d(ctx, space.positions.tensor, block.m, I32_BYTES * shown),
+            mask=ggml.view_2d(ctx, *mask),
             n=block.n,
             m=block.m,
             first_slot=block.slots[0],
@@ -397,6 +455,13 @@ class Model(Owner):
         self._allocator.allocate(graph)
         started = time.perf_counter()
         self._backend.compute(graph)
+        return time.perf_counter() - started
+
+    def _run_head(self, graph: int) -> float:
+        """As `_run`, where the projection is."""
+        self._head_allocator.allocate(graph)
+        started = time.perf_counter()
+        self._head_backend.compute(graph)
         return time.perf_counter() - started
 
 

@@ -41,9 +41,9 @@ from lever.profile import (
     measure_pair,
     tuned,
 )
-from lever.settings import AUTO, LOOKUP, NONE, Prune
+from lever.settings import AUTO, CPU, LOOKUP, NONE, Prune
 from lever.stats import RunStats
-from lever.weights.image import Image
+from lever.weights.image import Image, pack_command
 from lever.weights.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -86,33 +86,42 @@ class Opened:
     draft: str | None
 
 
-def open_path(reference: str, progress: Told, *, use_image: bool, offline: bool) -> Opened:
-    """The model's file, fetched if need be, or its flash image where the cache has one for this machine."""
+def open_path(reference: str, progress: Told, *, use_image: bool, offline: bool, device: str = CPU) -> Opened:
+    """The model's file, fetched if need be, or its flash image where the cache has one for this machine's `device`."""
     resolved = resolve(reference, offline=offline, progress=progress)
     if resolved.notice and progress.jobs:  # it was brought here just now
         progress.note(f"{reference}: {resolved.notice}")
-    image = _image(reference, resolved.path, progress) if use_image else None
+    image = _image(reference, resolved.path, progress, device) if use_image else None
     progress.start(None, f"opening {reference}")
     return Opened(image or resolved.path, resolved.draft)
 
 
 def open_draft(reference: str, settings: ModelSettings, progress: Told, *, offline: bool) -> Path:
-    """The draft's flash image, made now if the cache has none: all of it in Q4_0, since it cannot change the text."""
+    """The draft's flash image, made now if the cache has none: all of it in Q4_0, since it cannot change the text, and
+    as the kernels of this CPU want it, unless it is for another device.
+    """
     resolved = resolve(reference, offline=offline, progress=progress)
     header = gguf.read(resolved.path)
     if Image.of(header) is not None:
         return resolved.path
-    found = find_image(resolved.path, progress, draft=True)
+    plain = settings.draft_device.lower() != CPU
+    found = find_image(resolved.path, progress, draft=True, plain=plain)
     if found is not None and found.problem is None:
         return found.path
     progress.note(f"preparing the draft {reference}, once")
-    path = image_path(resolved.path, draft=True)
+    path = image_path(resolved.path, draft=True, plain=plain)
     with cache.exclusive(path.stem, progress):
         pack(
             header,
             ModelConfig.from_gguf(header),
             path,
-            PackSettings(type="q4_0", output="q4_0", dram=settings.dram, n_threads=settings.n_threads),
+            PackSettings(
+                type="q4_0",
+                output="q4_0",
+                layout="plain" if plain else "auto",
+                dram=settings.dram,
+                n_threads=settings.n_threads,
+            ),
             name=reference,
             sha256=steady_sha256(resolved.path, progress),
             progress=progress,
@@ -120,7 +129,7 @@ def open_draft(reference: str, settings: ModelSettings, progress: Told, *, offli
     return path
 
 
-def _image(reference: str, source: Path, progress: Told) -> Path | None:
+def _image(reference: str, source: Path, progress: Told, device: str) -> Path | None:
     """The flash image of a model in the cache, if it may stand for it on this machine; either way it is told."""
     found = find_image(source, progress)
     if found is None:
@@ -132,6 +141,14 @@ def _image(reference: str, source: Path, progress: Told) -> Path | None:
             found.path,
             found.problem,
             found.mend(reference),
+        )
+        return None
+    if device.lower() != CPU and found.image is not None and found.image.repacked:
+        log.warning(
+            "not using the flash image of %s: it is packed for this CPU, not for %s; a plain one is for both: %s",
+            reference,
+            device,
+            pack_command(reference, found.image.type, "plain"),
         )
         return None
     progress.note(f"using the flash image of {reference} ({found.describe()}): {found.path}")
@@ -165,7 +182,8 @@ def open_llm(wanted: Wanted, settings: ModelSettings, progress: Told, *, ample: 
 
 
 def _open_models(wanted: Wanted, settings: ModelSettings, progress: Told) -> LLM:
-    opened = open_path(wanted.model, progress, use_image=wanted.use_image, offline=wanted.offline)
+    offline, device = wanted.offline, settings.device
+    opened = open_path(wanted.model, progress, use_image=wanted.use_image, offline=offline, device=device)
     plain = wanted.draft == NONE or (wanted.preset is not None and not find_preset(wanted.preset).drafts)
     name = None if plain else opened.draft if wanted.draft == AUTO else wanted.draft
     if name == LOOKUP:
@@ -186,6 +204,10 @@ def _open_models(wanted: Wanted, settings: ModelSettings, progress: Told) -> LLM
 def _find_predictor(llm: LLM, wanted: Wanted, progress: Told) -> None:
     """Give it the predictor that was asked for, or the kept one; what was asked for and is of no use is told of."""
     named = wanted.predictor != AUTO
+    if llm.settings.device.lower() != CPU:
+        if named or wanted.prune == "paper":
+            log.warning("not pruning: the middle of a pass is on %s, and scores are made here", llm.settings.device)
+        return
     if llm.companion is None or not llm.policy.prunes:
         if named or wanted.prune == "paper":
             log.warning("not pruning: that takes a draft, and a preset that does: lever or lever-paper")
@@ -238,11 +260,11 @@ def open_ready(
 
 
 def prepare(llm: LLM, progress: Told, *, use_profile: bool = True) -> Tuning | None:
-    """Load it, as the profile of this machine has it; what is known then, None where nothing is.
+    """Load it, as the profile of this machine has it; what is known then, None where nothing is, as of other devices.
 
     Errors as of `LLM.load`.
     """
-    tuning = tune(llm, llm.settings, progress) if use_profile else None
+    tuning = tune(llm, llm.settings, progress) if use_profile and llm.settings.all_on_cpu else None
     loading = Progress(lambda total: progress.start(total or None, "loading the weights"), progress.advance)
     plan = llm.load(loading, tuning.settings if tuning is not None else llm.settings).plan
     parts = ", ".join(f"{part} {format_size(nbytes)}" for part, nbytes in plan.parts.items() if nbytes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import ClassVar
 
 from lever.companion import PART
 from lever.cost import PassTime, Profile
@@ -174,6 +176,11 @@ class Outlook:
         return self.plan.parts
 
     @property
+    def elsewhere(self) -> Mapping[str, int]:
+        """Bytes by name in the memory of another device."""
+        return self.plan.elsewhere
+
+    @property
     def budget(self) -> int:
         return self.plan.budget
 
@@ -185,6 +192,7 @@ class Outlook:
             "dram_budget_bytes": self.budget,
             "dram_planned_bytes": self.plan.total,
             "parts": dict(self.parts),
+            "elsewhere": dict(self.elsewhere),
             "n_ctx": self.n_ctx,
             "image": self.image,
             "pinned_share": self.plan.pinned_share,
@@ -213,7 +221,8 @@ class Outlook:
 
     def lines(self) -> Iterator[Line]:
         """For people: a name, a figure, a remark."""
-        layers = f"{100 * self.plan.pinned_share:.0f} % of the layers stay in DRAM"
+        where = "on their device" if self.elsewhere else "in DRAM"
+        layers = f"{100 * self.plan.pinned_share:.0f} % of the layers stay {where}"
         yield "read in each pass", format_size(self.plan.bytes_per_pass), layers
         yield "context", str(self.n_ctx), "tokens"
         if self.image is not None:
@@ -270,6 +279,7 @@ class Shortage:
     ways: tuple[Way, ...]
 
     fits = False
+    elsewhere: ClassVar[Mapping[str, int]] = MappingProxyType({})  # not what is short
 
     def to_dict(self) -> dict[str, object]:
         """For JSON."""

@@ -12,6 +12,7 @@ from lever.errors import UsageError
 
 MAX_SEED = 2**64 - 1
 AUTO, NONE, LOOKUP = "auto", "none", "lookup"  # in the place of a draft's name
+CPU = "cpu"  # the device that there always is
 
 # How the rows of a tree attend. "exact": path by path, each row over the slots of plain decoding, with its bits.
 # "masked": all at once, a mask showing each its ancestors, so that most sums have their terms in another order.

@@ -35,7 +35,9 @@ def compute_nbytes(ggml: Library, config: ModelConfig, units: ModelUnits, shape:
     return intermediate + F32_BYTES * max(converted, shape.n_slots * n_threads)
 
 
-def wide_graphs(ggml: Library, config: ModelConfig, units: ModelUnits, shape: ModelShape) -> Iterator[int]:
+def wide_graphs(
+    ggml: Library, config: ModelConfig, units: ModelUnits, shape: ModelShape, *, projection_only: bool = False
+) -> Iterator[int]:
     """Every graph of as many rows as there can be: a layer for each length of context, a projection, a whole pass.
 
     A longer context does not always take more memory, so all are tried. They lie over addresses that are never read;
@@ -62,7 +64,7 @@ def wide_graphs(ggml: Library, config: ModelConfig, units: ModelUnits, shape: Mo
         nodes = [tensor(F16, config.n_embd_kv, n_nodes) for _ in range(2 if n_nodes else 0)]
         kv = LayerKV(tensor(F16, config.n_embd_kv, n_slots), tensor(F16, n_slots, config.n_embd_kv), *nodes)
         mixed = tensor(F32, config.n_heads * config.head_dim, m)
-        for n_kv in range(SLOT_MULTIPLE, n_slots + 1, SLOT_MULTIPLE):
+        for n_kv in range(SLOT_MULTIPLE, n_slots + 1, SLOT_MULTIPLE) if not projection_only else ():
             context.reset()
             mask = tensor(F16, n_kv, m, context)
             rows = Rows(hidden, positions, mask, n=m, m=m, first_slot=0, n_kv=n_kv)
@@ -77,7 +79,7 @@ def wide_graphs(ggml: Library, config: ModelConfig, units: ModelUnits, shape: Mo
         band = max(units.band_rows)
         chosen, logits = tensor(F32, config.n_embd, n_logits), tensor(F32, band, n_logits)
         yield transformer.project(context, chosen, matrix, logits)
-        if shape.n_steps:
+        if shape.n_steps and not projection_only:
             n_whole = step_nodes(config.n_layers, len(units.projection))
             whole = stack.enter_context(Context(ggml, n_whole + 8, n_whole))
             slots = vector(I64, n_logits, whole), vector(I64, n_logits * config.n_embd_kv, whole)

@@ -32,6 +32,9 @@ class RunStats:
     direct_io: bool = True
     buffered_reason: str | None = None  # why not, where reads go through the page cache
     stall_s: float = 0.0
+    upload_bytes: int = 0  # to the devices that compute, if not the CPU: weights, rows, masks
+    upload_s: float = 0.0
+    download_bytes: int = 0  # from them: logits, hidden rows
     draft_s: float = 0.0
     draft_hidden_s: float = 0.0
     verify_s: float = 0.0  # of the target's layers, compute only
@@ -52,7 +55,8 @@ class RunStats:
     predictor: str | None = None  # its file
     model: str = ""
     draft: str | None = None
-    device: str = "cpu"
+    device: str = "cpu"  # that computes the layers
+    draft_device: str | None = None  # that computes a draft
     ggml: str = ""
 
     @property

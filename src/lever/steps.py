@@ -14,11 +14,11 @@ from contextlib import ExitStack
 import numpy as np
 
 from lever.arch import ModelConfig
-from lever.ggml import Backend, Buffer, Context, GraphAllocator, Library
-from lever.gguf import I64
+from lever.ggml import Backend, Context, GraphAllocator, Library
+from lever.ggml.devices import Device
 from lever.kv_cache import F16_BYTES, KVCache
 from lever.owner import Owner
-from lever.pages import Pages, round_up
+from lever.pages import round_up
 from lever.transformer import Rows, Transformer, of_layer, step_nodes
 from lever.weights.plan import ModelUnits
 from lever.weights.tensors import Weights
@@ -40,11 +40,12 @@ class Steps(Owner):
         shape: ModelShape,
         workspace: Workspace,
         kv: KVCache,
+        device: Device,
         backend: Backend,
         allocator: GraphAllocator,
         small: Mapping[str, int],
     ) -> None:
-        """`weights` are all in memory, so that their tensors stay valid; all else is the model's."""
+        """`weights` are all in the device's memory, so that their tensors stay valid; all else is the model's."""
         self._ggml, self._config, self._shape = ggml, config, shape
         self._workspace, self._kv = workspace, kv
         self._backend, self._allocator, self._small = backend, allocator, small
@@ -56,14 +57,9 @@ class Steps(Owner):
         self._allocated = allocator.nbytes
         width, n = config.n_embd_kv, shape.n_logits
         with ExitStack() as stack:
-            pages = stack.enter_context(Pages(_places_nbytes(config, shape)))
-            buffer = stack.enter_context(Buffer(ggml, pages.address, pages.nbytes))
             self._inputs = stack.enter_context(Context(ggml, 2))
-            places = pages.bytes[: I64_BYTES * n * (1 + width)].view(np.int64)
-            self._key_places, self._value_places = places[:n], places[n:]
-            tensors = (ggml.new_tensor_1d(self._inputs.handle, I64, count) for count in (n, n * width))
-            ends = (pages.address, pages.address + I64_BYTES * n)
-            self._keys, self._values = (buffer.place(t, at) for t, at in zip(tensors, ends, strict=True))
+            self._keys = device.matrix(self._inputs, stack, np.int64, 1, n)
+            self._values = device.matrix(self._inputs, stack, np.int64, 1, n * width)
             n_nodes = step_nodes(config.n_layers, len(self._bands))
             self._free = [stack.enter_context(Context(ggml, n_nodes, n_nodes)) for _ in range(shape.n_steps)]
             self._cleanup = stack.pop_all()
@@ -73,7 +69,7 @@ class Steps(Owner):
         """Bytes that it takes, before there is one."""
         n_nodes = step_nodes(config.n_layers, len(units.projection))
         with Context(ggml, n_nodes, n_nodes) as context:
-            return shape.n_steps * context.nbytes + round_up(_places_nbytes(config, shape))
+            return shape.n_steps * context.nbytes + _places_nbytes(config, shape)
 
     def run(self, block: Block) -> float:
         """Compute the rows of a block, whose ids are in the workspace already; the seconds it took.
@@ -83,14 +79,17 @@ class Steps(Owner):
         n = block.n
         assert n <= self._shape.n_logits
         slots = np.asarray(block.slots, np.int64)
-        self._key_places[:n] = slots
+        self._keys.array[0, :n] = slots
         width = self._config.n_embd_kv
-        values = self._value_places[: n * width].reshape(n, width)
+        values = self._values.array[0, : n * width].reshape(n, width)
         np.add(slots[:, None], self._kv.n_slots * np.arange(width), out=values)
+        self._keys.send(n)
+        self._values.send(n * width)
         self._workspace.show(block)
         graph = self._graph(block)
         started = time.perf_counter()
         self._backend.compute(graph)
+        self._workspace.logits.fetch(n * self._config.n_vocab)
         return time.perf_counter() - started
 
     def _graph(self, block: Block) -> int:
@@ -115,19 +114,19 @@ class Steps(Owner):
         handle, width = context.handle, self._config.n_embd_kv
         rows = Rows(
             hidden=0,
-            positions=ggml.view_1d(handle, space.positions, m, 0),
-            mask=ggml.view_2d(handle, space.mask, block.n_kv, m, F16_BYTES * block.n_kv, 0),
+            positions=ggml.view_1d(handle, space.positions.tensor, m, 0),
+            mask=ggml.view_2d(handle, space.mask.tensor, block.n_kv, m, F16_BYTES * block.n_kv, 0),
             n=n,
             m=m,
             first_slot=0,
             n_kv=block.n_kv,
-            key_places=ggml.view_1d(handle, self._keys, n, 0),
-            value_places=ggml.view_1d(handle, self._values, n * width, 0),
+            key_places=ggml.view_1d(handle, self._keys.tensor, n, 0),
+            value_places=ggml.view_1d(handle, self._values.tensor, n * width, 0),
         )
         graph = self._transformer.step(
             context,
-            space.table,
-            ggml.view_1d(handle, space.ids, m, 0),
+            space.table.tensor,
+            ggml.view_1d(handle, space.ids.tensor, m, 0),
             self._layers,
             self._small.get("rope_freqs.weight"),
             self._kv.layers,
@@ -135,7 +134,7 @@ class Steps(Owner):
             rows,
             self._small["output_norm.weight"],
             self._bands,
-            space.logits,
+            space.logits.tensor,
         )
         self._allocator.allocate(graph)
         if self._allocator.nbytes != self._allocated:
@@ -154,4 +153,5 @@ class Steps(Owner):
 
 
 def _places_nbytes(config: ModelConfig, shape: ModelShape) -> int:
-    return I64_BYTES * shape.n_logits * (1 + config.n_embd_kv)
+    n = shape.n_logits
+    return round_up(I64_BYTES * n) + round_up(I64_BYTES * n * config.n_embd_kv)

@@ -16,7 +16,7 @@ from lever.ggml import Context, Library
 from lever.gguf import F32
 from lever.kv_cache import F16_BYTES, LayerKV
 
-F32_BYTES = 4
+F32_BYTES, I32_BYTES = 4, 4
 NODES = 64  # more than any graph here has, but for the runs of a tree
 RUN_NODES = 20  # more than a run of a tree adds
 

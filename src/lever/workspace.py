@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lever.arch import ModelConfig
 from lever.ggml import Context, Library
-from lever.ggml.arrays import placed, shared
+from lever.ggml.devices import Device
 from lever.kv_cache import F16_BYTES, SLOT_MULTIPLE
 from lever.owner import Owner
 from lever.pages import round_up
@@ -73,52 +73,83 @@ class Block:
 
 
 class Workspace(Owner):
-    """Each part as a ggml tensor and, under `..._array`, as a NumPy array of the same memory."""
+    """Each part as a matrix for ggml and NumPy (`lever.ggml.arrays`): rows under way where layers are computed, chosen
+    ones and logits where the output projection is.
+    """
 
-    def __init__(self, ggml: Library, config: ModelConfig, embedding: EmbeddingRows, shape: ModelShape) -> None:
-        self._shown: Block | None = None
+    def __init__(
+        self,
+        ggml: Library,
+        config: ModelConfig,
+        embedding: EmbeddingRows,
+        shape: ModelShape,
+        device: Device,
+        projecting: Device,
+    ) -> None:
+        self._n_slots = shape.n_slots
+        # Elsewhere there is a mask for each block of a pass, so that it is sent once and not once for each layer.
+        self._keeps_blocks = not device.on_host
+        self._shown: dict[int, Block] = {}  # by the row of mask and positions that they begin at
         n_rows, n_logits = _widths(shape)
+        n_shown = max(n_rows, shape.graph_rows) if self._keeps_blocks else shape.graph_rows
         with ExitStack() as stack:
             self._context = stack.enter_context(Context(ggml, 8))
-            rows = functools.partial(shared, ggml, self._context, stack)
-            self.hidden, self.hidden_array = rows(np.float32, n_rows, config.n_embd)
-            self.chosen, self.chosen_array = rows(np.float32, n_logits, config.n_embd)
-            self.logits, self.logits_array = rows(np.float32, n_logits, config.n_vocab)
-            self.mask, self._mask_array = rows(np.float16, shape.graph_rows, shape.n_slots)
-            self.positions, positions = rows(np.int32, 1, shape.graph_rows)
-            self.ids, ids = rows(np.int32, 1, shape.graph_rows)
+            rows = functools.partial(device.matrix, self._context, stack)
+            chosen_rows = functools.partial(projecting.matrix, self._context, stack)
+            self.hidden = rows(np.float32, n_rows, config.n_embd)
+            self.chosen = chosen_rows(np.float32, n_logits, config.n_embd)
+            self.logits = chosen_rows(np.float32, n_logits, config.n_vocab)
+            self.mask = rows(np.float16, n_shown, shape.n_slots)
+            self.positions = rows(np.int32, 1, n_shown)
+            self.ids = rows(np.int32, 1, shape.graph_rows)
             self.mixed = 0
             if shape.n_nodes:
-                self.mixed, _ = rows(np.float32, shape.padded(shape.n_nodes), config.n_heads * config.head_dim)
+                n_mixed, width = shape.padded(shape.n_nodes), config.n_heads * config.head_dim
+                self.mixed = rows(np.float32, n_mixed, width).tensor
             # The rows that `embedding` has loaded, as a matrix that GET_ROWS can take from.
-            table, n_loaded, where = embedding.table, embedding.n_rows, (embedding.address, embedding.rows_nbytes)
-            self.table = placed(ggml, self._context, stack, table.type, n_loaded, table.shape[0], *where)
+            table = embedding.table
+            self.table = device.over(self._context, stack, table.type, embedding.n_rows, table.shape[0], embedding.rows)
             self._cleanup = stack.pop_all()
-        self._positions_array, self.ids_array = positions[0], ids[0]
 
     @staticmethod
-    def nbytes(config: ModelConfig, shape: ModelShape) -> int:
-        """Bytes that a workspace takes, before there is one. (Positions and ids are a page each.)"""
+    def nbytes(config: ModelConfig, shape: ModelShape, *, on_host: bool = True) -> int:
+        """Bytes that a workspace takes, before there is one. (Positions and ids are a page each.)
+
+        Not `on_host`, it takes as much here as on the device.
+        """
         n_rows, n_logits = _widths(shape)
         floats = (n_rows + n_logits) * config.n_embd + n_logits * config.n_vocab
         floats += shape.padded(shape.n_nodes) * config.n_heads * config.head_dim
-        return F32_BYTES * floats + F16_BYTES * shape.graph_rows * shape.n_slots
+        n_shown = shape.graph_rows if on_host else max(n_rows, shape.graph_rows)
+        return F32_BYTES * floats + F16_BYTES * n_shown * shape.n_slots
 
-    def show(self, block: Block) -> None:
-        """Positions and mask for the rows of a block: each sees the slots up to its own. Padding repeats the last."""
-        if block is self._shown:
-            return
-        self._shown = None  # until all is in place: an interrupt must not leave a half of it behind
+    def show(self, block: Block) -> int:
+        """Positions and mask for the rows of a block: each sees the slots up to its own. Padding repeats the last.
+
+        They begin at the row that is returned.
+        """
+        row = block.start if self._keeps_blocks else 0
+        if self._shown.get(row) is block:
+            return row
+        self._shown.pop(row, None)  # until all is in place: an interrupt must not leave a half of it behind
         padding = (0, block.m - block.n)
-        self._positions_array[: block.m] = np.pad(block.positions or block.slots, padding, "edge")
-        mask = self._mask_array.reshape(-1)[: block.m * block.n_kv].reshape(block.m, block.n_kv)
+        self.positions.array[0, row : row + block.m] = np.pad(block.positions or block.slots, padding, "edge")
+        at = row * self._n_slots
+        mask = self.mask.array.reshape(-1)[at : at + block.m * block.n_kv].reshape(block.m, block.n_kv)
         mask.fill(-np.inf)
         if block.visible is None:
-            for row, slot in enumerate(np.pad(block.slots, padding, "edge")):
-                mask[row, : slot + 1] = 0
+            for place, slot in enumerate(np.pad(block.slots, padding, "edge")):
+                mask[place, : slot + 1] = 0
         else:
             mask[:, : block.visible.shape[1]][np.pad(block.visible, (padding, (0, 0)), "edge")] = 0
-        self._shown = block
+        self.positions.send(block.m, row)
+        self.mask.send(block.m * block.n_kv, at)
+        self._shown[row] = block
+        return row
+
+    def mask_at(self, row: int) -> int:
+        """Where the mask begins that is shown at a row: bytes."""
+        return F16_BYTES * row * self._n_slots
 
     def close(self) -> None:
         """Free the memory; tensors become invalid."""

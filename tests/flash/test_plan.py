@@ -201,7 +201,7 @@ def test_D5_what_a_model_allocates_is_what_was_planned(tmp_path: Path, n_ctx: in
         model, parts = loaded.model, loaded.plan.parts
         assert parts["KV cache"] == model.kv.nbytes
         space = model._workspace
-        arrays = (space.hidden_array, space.chosen_array, space.logits_array, space._mask_array)
+        arrays = [part.array for part in (space.hidden, space.chosen, space.logits, space.mask)]
         rows = sum(round_up(array.nbytes) for array in arrays) + 2 * PAGE  # a page of positions, one of ids
         embedding = model._embedding._rows.nbytes + model._embedding._scratch.nbytes
         buffers = rows + embedding + model._allocator.nbytes

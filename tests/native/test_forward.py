@@ -108,10 +108,11 @@ def far_positions(monkeypatch: pytest.MonkeyPatch) -> Sequence[int]:
     """Token i of a model is turned as if it stood at FAR[i]; what it sees stays the same."""
     show = Workspace.show
 
-    def show_far(self: Workspace, block: Block) -> None:
-        show(self, block)
+    def show_far(self: Workspace, block: Block) -> int:
+        row = show(self, block)
         slots = np.pad(block.slots, (0, block.m - block.n), "edge")
-        self._positions_array[: block.m] = np.array(FAR)[slots]
+        self.positions.array[0, : block.m] = np.array(FAR)[slots]
+        return row
 
     monkeypatch.setattr(Workspace, "show", show_far)
     return FAR

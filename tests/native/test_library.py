@@ -167,7 +167,8 @@ def test_D14_the_library_in_use_passes_its_self_test(ggml: Library) -> None:
     assert trial.loaded is not None
     assert trial.loaded.directory == str(ggml.directory)
     levels = {found.name: found.level for found in doctor.library(trial, frozenset())}
-    assert levels == dict.fromkeys(("ggml", "cpu features", "kernels", "products", "rows"), "ok")
+    assert levels == dict.fromkeys(("ggml", "cpu features", "kernels", "products", "rows", "devices"), "ok")
+    assert "cpu" in trial.devices
 
 
 # Kills the process at io_uring_setup, number 425 on every architecture: load the number, compare, kill or allow.

@@ -20,6 +20,7 @@ from lever.cost import Profile, best_read, read_bytes_per_s
 from lever.draft import Draft
 from lever.errors import DoesNotFit, LeverError, StorageError
 from lever.ggml import load
+from lever.ggml.devices import Devices
 from lever.gguf import GGUF, read
 from lever.loader import ModelSettings, plan
 from lever.models import Silent
@@ -224,7 +225,7 @@ def companion(path: Path) -> Iterator[Companion]:
     """The model as its own draft."""
     gguf = read(path)
     config = ModelConfig.from_gguf(gguf)
-    with Companion(path, config, SETTINGS, gguf) as found:
+    with Devices(load()) as devices, Companion(path, config, SETTINGS, gguf, devices) as found:
         yield found
 
 

@@ -186,6 +186,8 @@ VALUES = {
     "--layout": "repacked",
     "--no-image": True,
     "--draft": "small.gguf",
+    "--device": "vulkan0",
+    "--draft-device": "rpc:host:50052",
     "--no-draft": True,
     "--preset": "chain-sd",
     "--tree-attention": "masked",

@@ -24,7 +24,8 @@ from lever.pages import PAGE
 from lever.weights.reader import read_into
 
 PLAIN = tuple(Probe(TYPES[kind].name, "plain", 1e-4, 1) for kind in sorted(MATRIX_TYPES))
-SOUND = Trial(Loaded("/nowhere", "0.20.2", {"AVX2": "1", "REPACK": "1"}), PLAIN, None)
+DEVICES = {"cpu": "a CPU", "rpc:HOST:PORT": "see lever rpc-serve"}
+SOUND = Trial(Loaded("/nowhere", "0.20.2", {"AVX2": "1", "REPACK": "1"}), PLAIN, None, DEVICES)
 KILLED = Trial(None, (), "trying ggml ended with SIGILL")
 
 X86 = frozenset({"SSE3", "SSSE3", "AVX", "AVX2", "FMA", "F16C", "BMI2"})
@@ -241,6 +242,14 @@ def test_rows_that_need_company_are_sound_and_named_with_their_multiple() -> Non
     rows = named(doctor.library(replace(SOUND, probes=probes), X86), "rows")
     assert rows.level == "ok"
     assert rows.value.endswith("in multiples of: Q4_K repacked 4")
+
+
+def test_devices_are_listed_and_a_ggml_without_rpc_is_told() -> None:
+    found = named(doctor.library(SOUND, X86), "devices")
+    assert (found.level, found.value) == ("ok", "cpu (a CPU), rpc:HOST:PORT (see lever rpc-serve)")
+    found = named(doctor.library(replace(SOUND, devices={"cpu": "a CPU"}), X86), "devices")
+    assert (found.level, found.value) == ("ok", "cpu (a CPU); no RPC in this ggml")
+    assert "GGML_RPC=ON" in (found.advice or "")
 
 
 def done(stdout: str = "", status: int = 0, stderr: str = "") -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ ROOT = Path(lever.__file__).parent
 RANKS = (
     {"errors", "linux", "owner", "llama_cpp"},
     {
+        "rpc",
         "pages",
         "cage",
         "settings",
@@ -34,7 +35,7 @@ RANKS = (
     {"cycle_cost"},
     {"ggml", "arch", "tokenizer", "sample", "policies", "trace", "pair", "worth", "prune"},
     {"chat", "weights", "kv_cache", "lookup", "forecast", "grammar", "predictor"},
-    {"transformer"},
+    {"transformer", "far_kv", "rpc_server"},
     {"workspace"},
     {"sizing"},
     {"steps", "scores"},

@@ -23,6 +23,7 @@ from lever.cli.library import list_, pull, rm
 from lever.cli.pack import pack
 from lever.cli.plan import plan
 from lever.cli.profile import profile
+from lever.cli.rpc_serve import rpc_serve
 from lever.cli.run import run
 from lever.cli.serve import serve
 from lever.cli.train_predictor import train_predictor
@@ -62,6 +63,7 @@ app = typer.Typer(
 app.command("run", cls=_Verb, epilog=VARIABLES)(run)
 app.command("chat", cls=_Verb, epilog=VARIABLES)(chat)
 app.command("serve", cls=_Verb, epilog=VARIABLES)(serve)
+app.command("rpc-serve", cls=_Verb, epilog=VARIABLES)(rpc_serve)
 app.command("plan", cls=_Verb)(plan)
 app.command("bench", cls=_Verb, epilog=VARIABLES)(bench)
 app.command("profile", cls=_Verb)(profile)

@@ -11,7 +11,7 @@ import typer
 from lever.cli import options as o
 from lever.cli.run import DEFAULT_MODEL, STDIN
 from lever.errors import UsageError
-from lever.settings import AUTO
+from lever.settings import AUTO, CPU
 
 COMPARING = "What is compared"
 DEFAULT_PRESETS = "flash-ar,chain-sd,lever"
@@ -74,6 +74,8 @@ def bench(
     no_image: o.NoImage = False,
     no_profile: o.NoProfile = False,
     draft: o.Draft = AUTO,
+    device: o.Device = CPU,
+    draft_device: o.DraftDevice = CPU,
     predictor: o.PredictorFlag = AUTO,
     prune: o.PruneFlag = o.Prune.auto,
     max_tokens: o.MaxTokens = 128,
@@ -142,7 +144,16 @@ def bench(
         peer=peer is not None,
         cage=Cage(words=peer_cage, nbytes=parse_size(peer_cage)) if peer_cage is not None else None,
     )
-    settings = o.model_settings(dram, threads, ring, pin=pin, ctx_size=ctx_size, batch_size=batch_size)
+    settings = o.model_settings(
+        dram,
+        threads,
+        ring,
+        pin=pin,
+        ctx_size=ctx_size,
+        batch_size=batch_size,
+        device=device,
+        draft_device=draft_device,
+    )
     sampler = o.sampler_settings(
         seed,
         temperature=temperature,

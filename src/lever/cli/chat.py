@@ -6,7 +6,7 @@ import typer
 
 from lever.cli import options as o
 from lever.cli.run import choose_model, typed_flags
-from lever.settings import AUTO
+from lever.settings import AUTO, CPU
 
 
 def chat(
@@ -27,6 +27,8 @@ def chat(
     no_draft: o.NoDraft = False,
     preset: o.PresetFlag = None,
     tree_attention: o.TreeAttentionFlag = o.TreeAttention.exact,
+    device: o.Device = CPU,
+    draft_device: o.DraftDevice = CPU,
     predictor: o.PredictorFlag = AUTO,
     prune: o.PruneFlag = o.Prune.auto,
     max_tokens: o.MaxTokens = -1,
@@ -70,6 +72,8 @@ def chat(
         batch_size=batch_size,
         tree_attention=tree_attention,
         layout=layout,
+        device=device,
+        draft_device=draft_device,
     )
     request = o.generation_settings(
         max_tokens=max_tokens,

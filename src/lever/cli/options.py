@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lever.errors import UsageError
-from lever.settings import AUTO, NONE, SamplerSettings
+from lever.settings import AUTO, CPU, NONE, SamplerSettings
 
 if TYPE_CHECKING:
     from lever.grammar import Grammar
@@ -88,6 +88,8 @@ def model_settings(
     tree_attention: TreeAttention = TreeAttention.exact,
     layout: Layout = Layout.auto,
     grammars: bool = False,
+    device: str = CPU,
+    draft_device: str = CPU,
 ) -> ModelSettings:
     """What the flags about memory and speed say; those that a verb has not are left as they are. Errors as there."""
     from lever.loader import ModelSettings
@@ -103,6 +105,8 @@ def model_settings(
         tree_attention=tree_attention.value,
         layout=layout.value,
         grammars=grammars,
+        device=device,
+        draft_device=draft_device,
     )
 
 
@@ -269,6 +273,19 @@ TreeAttentionFlag = Annotated[
         help="exact: guesses are checked with the bits of plain decoding. masked: in fewer steps, faster with a long "
         "context, but sums run in another order: text may differ at near ties, which are counted.",
     ),
+]
+Device = Annotated[
+    str,
+    flag(
+        MEMORY,
+        "--device",
+        value="DEVICE",
+        help="What computes the layers: cpu, rpc:HOST:PORT (see lever rpc-serve), or another that lever doctor lists. "
+        "Layers that are kept take its memory, not DRAM.",
+    ),
+]
+DraftDevice = Annotated[
+    str, flag(MEMORY, "--draft-device", value="DEVICE", help="What computes all of the draft, in its own memory.")
 ]
 PredictorFlag = Annotated[
     str,

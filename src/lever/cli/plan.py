@@ -9,7 +9,7 @@ import typer
 from lever.cli import options as o
 from lever.cli.console import bar, printable, write_json, write_table
 from lever.cli.run import DEFAULT_MODEL
-from lever.settings import AUTO
+from lever.settings import AUTO, CPU
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,6 +33,8 @@ def plan(
     no_profile: o.NoProfile = False,
     draft: o.Draft = AUTO,
     no_draft: o.NoDraft = False,
+    device: o.Device = CPU,
+    draft_device: o.DraftDevice = CPU,
     predictor: o.PredictorFlag = AUTO,
     prune: o.PruneFlag = o.Prune.auto,
     json_output: o.Json = False,
@@ -46,13 +48,22 @@ def plan(
     lever plan model.gguf --draft small.gguf
 
     Speed is foretold from the profile of this machine (see lever profile); without one, a quick one is made. With a
-    draft, tokens per cycle are those that runs have shown, or as said.
+    draft, tokens per cycle are those that runs have shown, or as said. Of other devices nothing is foretold.
     Exit code: 0 it fits, 3 it does not.
     """
     from lever.errors import DoesNotFit
     from lever.opening import open_llm
 
-    settings = o.model_settings(dram, threads, ring, pin=pin, ctx_size=ctx_size, batch_size=batch_size)
+    settings = o.model_settings(
+        dram,
+        threads,
+        ring,
+        pin=pin,
+        ctx_size=ctx_size,
+        batch_size=batch_size,
+        device=device,
+        draft_device=draft_device,
+    )
     wanted = o.wanted(
         model, draft, no_draft=no_draft, no_image=no_image, offline=offline, predictor=predictor, prune=prune
     )
@@ -63,7 +74,7 @@ def plan(
     if json_output:
         write_json({"model": model, "path": str(path), **found.to_dict()})
     else:
-        write_table(_table(found))
+        write_table(_table(found, device))
     raise typer.Exit(0 if found.fits else DoesNotFit.exit_code)
 
 
@@ -83,9 +94,11 @@ def _planned(
     try:
         llm.plan(settings, draft=with_draft)
     except DoesNotFit as error:
+        if not error.parts:  # another device has too little memory, which no budget mends
+            raise
         return shortage(llm, settings, error, draft=with_draft)
     profile = pair = None
-    if use_profile:
+    if use_profile and settings.all_on_cpu:
         profile = find_profile(llm, settings, progress)
         if with_draft and llm.companion is not None:
             pair = find_pair(llm, settings, progress)
@@ -94,7 +107,7 @@ def _planned(
     return outlook(llm, settings, profile, pair, draft=with_draft)
 
 
-def _table(found: Outlook | Shortage) -> Table:
+def _table(found: Outlook | Shortage, device: str) -> Table:
     from rich.table import Table
 
     from lever.memory import format_size
@@ -107,6 +120,10 @@ def _table(found: Outlook | Shortage) -> Table:
         table.add_row(part, format_size(nbytes))
     table.add_row("together", format_size(sum(found.parts.values())), f"of {format_size(found.budget)}")
     table.add_row()
+    for part, nbytes in found.elsewhere.items():
+        table.add_row(part, format_size(nbytes), f"on {device}")
+    if found.elsewhere:
+        table.add_row()
     for name, value, remark in found.lines():
         table.add_row(name, value, printable(remark))
     return table

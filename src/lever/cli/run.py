@@ -12,7 +12,7 @@ import typer
 from lever.cli import options as o
 from lever.cli.console import read_stdin
 from lever.errors import StorageError, UsageError
-from lever.settings import AUTO
+from lever.settings import AUTO, CPU
 
 if TYPE_CHECKING:
     from lever.grammar import Grammar
@@ -45,6 +45,8 @@ def run(
     no_draft: o.NoDraft = False,
     preset: o.PresetFlag = None,
     tree_attention: o.TreeAttentionFlag = o.TreeAttention.exact,
+    device: o.Device = CPU,
+    draft_device: o.DraftDevice = CPU,
     predictor: o.PredictorFlag = AUTO,
     prune: o.PruneFlag = o.Prune.auto,
     max_tokens: o.MaxTokens = -1,
@@ -94,6 +96,8 @@ def run(
         batch_size=batch_size,
         tree_attention=tree_attention,
         layout=layout,
+        device=device,
+        draft_device=draft_device,
         grammars=constraint is not None,
     )
     request = o.generation_settings(

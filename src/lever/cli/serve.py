@@ -12,7 +12,7 @@ from lever.cli import options as o
 from lever.cli.console import bar, note
 from lever.cli.run import DEFAULT_MODEL
 from lever.errors import StorageError, UsageError
-from lever.settings import AUTO
+from lever.settings import AUTO, CPU
 
 if TYPE_CHECKING:
     from lever.server.worker import State
@@ -97,6 +97,8 @@ def serve(
     no_draft: o.NoDraft = False,
     preset: o.PresetFlag = None,
     tree_attention: o.TreeAttentionFlag = o.TreeAttention.exact,
+    device: o.Device = CPU,
+    draft_device: o.DraftDevice = CPU,
     predictor: o.PredictorFlag = AUTO,
     prune: o.PruneFlag = o.Prune.auto,
     offline: o.Offline = False,
@@ -139,6 +141,8 @@ def serve(
         batch_size=batch_size,
         tree_attention=tree_attention,
         layout=layout,
+        device=device,
+        draft_device=draft_device,
         grammars=is_installed() and not no_grammars,
     )
     wanted = o.wanted(

@@ -11,11 +11,12 @@ from types import FrameType
 from lever.cli.console import Bar, note, same_place, write, write_text
 from lever.llm import LLM, Generation
 from lever.memory import format_size
-from lever.settings import LOOKUP
+from lever.settings import CPU, LOOKUP
 from lever.stats import RunStats
 
 SLOW_TOKEN_S = 2.0  # a token that takes longer is worth a word before it is waited for
 MOSTLY = 0.5  # of the passes without a guess: worth a word
+MUCH = 1 << 24  # bytes sent to a device: more than rows and masks
 SLOW_STORAGE = 300e6  # bytes per second: below are SD cards, hard disks and networks
 
 
@@ -105,10 +106,10 @@ def figures(stats: RunStats, bytes_per_pass: int) -> str:
         (
             _speed(stats),
             *guessing(stats),
-            *([f"masked trees: not plain decoding's bits, {stats.near_ties} near ties"] if not stats.exact else []),
+            *_other_bits(stats),
             f"prompt of {stats.prompt_tokens} in {stats.prefill_s:.1f} s",
             _reads(stats, bytes_per_pass),
-            f"{100 * stats.pinned_share:.0f} % of the layers in DRAM",
+            _kept(stats),
             f"peak {format_size(stats.peak_rss_bytes)} of {format_size(stats.dram_budget_bytes)}",
             f"context {stats.n_ctx}",
             f"seed {stats.seed}",
@@ -144,6 +145,21 @@ def _pruned(stats: RunStats) -> str:
 
 def _speed(stats: RunStats) -> str:
     return _tokens(stats.new_tokens) + (f", {stats.tokens_per_s:.2f} a second" if stats.cycles else "")
+
+
+def _other_bits(stats: RunStats) -> list[str]:
+    if stats.exact:
+        return []
+    why = "masked trees" if stats.device == CPU else f"masked trees or sums of {stats.device}"
+    return [f"{why}: not plain decoding's bits, {stats.near_ties} near ties"]
+
+
+def _kept(stats: RunStats) -> str:
+    kept = f"{100 * stats.pinned_share:.0f} % of the layers"
+    if stats.device == CPU:
+        return f"{kept} in DRAM"
+    sent = f", {_rate(stats.upload_bytes / stats.upload_s)} to it" if stats.upload_bytes > MUCH else ""
+    return f"{kept} kept on {stats.device}{sent}"
 
 
 def _reads(stats: RunStats, bytes_per_pass: int) -> str:

@@ -10,10 +10,27 @@ from numpy.typing import DTypeLike, NDArray
 
 from lever.ggml.lib import Library
 from lever.ggml.objects import Buffer, Context
-from lever.gguf import F16, F32, I32
+from lever.gguf import F16, F32, I32, I64
 from lever.pages import Pages
 
-KINDS = {np.dtype(np.float16): F16, np.dtype(np.float32): F32, np.dtype(np.int32): I32}
+KINDS = {np.dtype(np.float16): F16, np.dtype(np.float32): F32, np.dtype(np.int32): I32, np.dtype(np.int64): I64}
+
+
+class Matrix:
+    """A tensor [length, rows] and an array [rows, length], here of the same memory.
+
+    What computes may have memory of its own (`lever.ggml.devices`): who writes the array says `send`, who reads it
+    `fetch`, of so many elements.
+    """
+
+    def __init__(self, tensor: int, array: NDArray[Any]) -> None:
+        self.tensor, self.array = tensor, array
+
+    def send(self, n: int, start: int = 0) -> None:
+        """What computes shall see n elements of the array: here it does anyway."""
+
+    def fetch(self, n: int) -> None:
+        """The array shall show the tensor's first n elements, once they are computed: here it does anyway."""
 
 
 def shared(

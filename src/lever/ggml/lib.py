@@ -10,7 +10,8 @@ import ctypes
 import functools
 import importlib.util
 import os
-from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p
+from collections.abc import Mapping, Sequence
+from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint8, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_blck_size": (c_int64, (c_int,)),
     "ggml_type_size": (c_size_t, (c_int,)),
     "ggml_set_input": (None, (P,)),
+    "ggml_nelements": (c_int64, (P,)),
     # tensors and views
     "ggml_new_tensor_1d": (P, (P, c_int, c_int64)),
     "ggml_new_tensor_2d": (P, (P, c_int, c_int64, c_int64)),
@@ -70,6 +72,7 @@ _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_reshape_3d": (P, (P, P, c_int64, c_int64, c_int64)),
     "ggml_permute": (P, (P, P, c_int, c_int, c_int, c_int)),
     "ggml_transpose": (P, (P, P)),
+    "ggml_cont": (P, (P, P)),
     "ggml_cont_2d": (P, (P, P, c_int64, c_int64)),
     "ggml_cpy": (P, (P, P, P)),
     "ggml_cast": (P, (P, P, c_int)),
@@ -89,6 +92,9 @@ _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     # graphs
     "ggml_new_graph_custom": (P, (P, c_size_t, c_bool)),
     "ggml_build_forward_expand": (None, (P, P)),
+    "ggml_graph_n_nodes": (c_int, (P,)),
+    "ggml_graph_node": (P, (P, c_int)),
+    "ggml_op_desc": (c_char_p, (P,)),
     "ggml_gallocr_new": (P, (P,)),
     "ggml_gallocr_free": (None, (P,)),
     "ggml_gallocr_reserve": (c_bool, (P, P)),
@@ -99,9 +105,12 @@ _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_buft_name": (c_char_p, (P,)),
     "ggml_backend_buft_alloc_buffer": (P, (P, c_size_t)),
     "ggml_backend_buft_get_alloc_size": (c_size_t, (P, P)),
+    "ggml_backend_buft_get_alignment": (c_size_t, (P,)),
+    "ggml_backend_buft_get_max_size": (c_size_t, (P,)),
     "ggml_backend_alloc_ctx_tensors_from_buft": (P, (P, P)),
     "ggml_backend_buffer_free": (None, (P,)),
     "ggml_backend_buffer_get_base": (P, (P,)),
+    "ggml_backend_buffer_clear": (None, (P, c_uint8)),
     "ggml_backend_tensor_alloc": (c_int, (P, P, P)),
     "ggml_backend_tensor_set": (None, (P, P, c_size_t, c_size_t)),
     "ggml_backend_tensor_get": (None, (P, P, c_size_t, c_size_t)),
@@ -112,6 +121,11 @@ _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_reg_dev_get": (P, (P, c_size_t)),
     "ggml_backend_reg_get_proc_address": (P, (P, c_char_p)),
     "ggml_backend_dev_supports_op": (c_bool, (P, P)),
+    "ggml_backend_dev_name": (c_char_p, (P,)),
+    "ggml_backend_dev_description": (c_char_p, (P,)),
+    "ggml_backend_dev_memory": (None, (P, P, P)),
+    "ggml_backend_dev_init": (P, (P, c_char_p)),
+    "ggml_backend_dev_buffer_type": (P, (P,)),
 }
 
 _CPU: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -121,6 +135,18 @@ _CPU: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_cpu_set_threadpool": (None, (P, P)),
     "ggml_threadpool_new": (P, (P,)),
     "ggml_threadpool_free": (None, (P,)),
+}
+
+# Of libggml.so, which knows the backends that this build has; loaded where somebody asks for one.
+_REGISTRY: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ggml_backend_dev_count": (c_size_t, ()),
+    "ggml_backend_dev_get": (P, (c_size_t,)),
+}
+
+# Of libggml-rpc.so, where the build has it.
+_RPC: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ggml_backend_rpc_add_server": (P, (c_char_p,)),
+    "ggml_backend_rpc_start_server": (None, (c_char_p, c_char_p, c_size_t, c_size_t, P)),
 }
 
 # Functions that a registry hands out by name (ggml-backend.h).
@@ -147,15 +173,36 @@ class Library:
                 f"or point {DIRECTORY_VARIABLE} at a build of {VERSION}"
             )
         cpu = _open(directory / "libggml-cpu.so")
-        for library, table in ((base, _BASE), (cpu, _CPU)):
-            for name, (result, arguments) in table.items():
-                setattr(self, name.removeprefix("ggml_"), _bind(library, name, result, arguments))
+        self._declare(base, _BASE)
+        self._declare(cpu, _CPU)
         self.log_set(ctypes.cast(_SILENCE, c_void_p), None)
         self.cpu_registry: int = self.backend_cpu_reg()
         self.cpu_device: int = self.backend_reg_dev_get(self.cpu_registry, 0)
 
     def __getattr__(self, name: str) -> Any:  # only reached for names that the tables above do not hold
         raise AttributeError(f"ggml_{name} is not among the declared calls")
+
+    def _declare(self, library: ctypes.CDLL, table: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
+        for name, (result, arguments) in table.items():
+            setattr(self, name.removeprefix("ggml_"), _bind(library, name, result, arguments))
+
+    @functools.cached_property
+    def devices(self) -> Sequence[int]:
+        """Devices of the backends that this build has, the CPU among them. Some take a while to look for theirs."""
+        path = self.directory / "libggml.so"
+        if not path.exists():  # nothing here needs it but other devices
+            return [self.cpu_device]
+        self._declare(_open(path), _REGISTRY)
+        return [self.backend_dev_get(index) for index in range(self.backend_dev_count())]
+
+    @functools.cached_property
+    def has_rpc(self) -> bool:
+        """Whether this build has the RPC backend, whose calls may be made then."""
+        path = self.directory / "libggml-rpc.so"
+        if not path.exists():
+            return False
+        self._declare(_open(path), _RPC)
+        return True
 
     @functools.cached_property
     def repack_buffer_type(self) -> int | None:

@@ -148,11 +148,13 @@ class Backend(Owner):
 
 
 class GraphAllocator(Owner):
-    """Memory for the intermediate tensors of graphs. It grows to the largest graph it has seen."""
+    """Memory for the intermediate tensors of graphs, the CPU's unless another type of buffer is given. It grows to the
+    largest graph it has seen.
+    """
 
-    def __init__(self, ggml: Library) -> None:
+    def __init__(self, ggml: Library, buffer_type: int | None = None) -> None:
         self._ggml = ggml
-        self.handle: int = _made(ggml.gallocr_new(ggml.backend_cpu_buffer_type()), "graph allocator")
+        self.handle: int = _made(ggml.gallocr_new(buffer_type or ggml.backend_cpu_buffer_type()), "graph allocator")
 
     def size_of(self, graph: int) -> int:
         """Bytes that this graph takes; allocates nothing."""

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lever.errors import LibraryError
+from lever.ggml.devices import Cpu, Device, FarDevice
 from lever.ggml.lib import Library
-from lever.ggml.objects import Backend, Context, GraphAllocator
+from lever.ggml.objects import Context
 from lever.gguf import BF16, F16, F32, I32, MATRIX_TYPES, TYPES
 from lever.owner import Owner
 
@@ -81,6 +82,12 @@ def row_multiple(ggml: Library, plain: Iterable[int], repacked: Iterable[int] = 
     return multiple
 
 
+def largest_row_multiple(ggml: Library) -> int:
+    """The number of rows that products of any type, as files hold it, should have a multiple of, where that helps."""
+    found = (probe(ggml, kind) for kind in MATRIX_TYPES)
+    return max(one.row_multiple or 1 for one in found if one is not None)
+
+
 def type_name(ggml: Library, kind: int) -> str:
     """ggml's own name of a type, in capitals as files write it."""
     name: bytes = ggml.type_name(kind)
@@ -91,28 +98,59 @@ def type_name(ggml: Library, kind: int) -> str:
 def probe(ggml: Library, kind: int, repacked: bool = False) -> Probe | None:
     """Multiply a small random matrix of this type; None where ggml does not have it in this layout."""
     buffer_type = ggml.repack_buffer_type if repacked else ggml.backend_cpu_buffer_type()
-    if buffer_type is None or kind not in MATRIX_TYPES:  # asked whether it multiplies others, ggml says yes, and aborts
+    if buffer_type is None:
         return None
-    results = [_compare(ggml, kind, buffer_type, length) for length in LENGTHS]
+    return _probe(ggml, Cpu(ggml), kind, buffer_type, "repacked" if repacked else "plain")
+
+
+def probe_on(ggml: Library, device: FarDevice, kind: int) -> Probe | None:
+    """As `probe`, of matrices in the memory of another device, which computes; None where it has no such product."""
+    if kind not in device.way.probes:
+        device.way.probes[kind] = _probe(ggml, device, kind, device.buffer_type, "plain")
+    found: Probe | None = device.way.probes[kind]
+    return found
+
+
+def row_multiple_on(ggml: Library, device: FarDevice, kinds: Iterable[int]) -> int | None:
+    """As `row_multiple`, of a device; None where no multiple makes it row-invariant. LibraryError for products that are
+    wrong, or that it has not.
+    """
+    multiple: int | None = 1
+    for kind in sorted({*kinds, F32}):
+        found = probe_on(ggml, device, kind)
+        if found is None:
+            raise LibraryError(f"the device {device.name} multiplies no weights of type {TYPES[kind].name}")
+        if not found.error < MAX_ERROR:
+            raise LibraryError(f"the device {device.name} fails the self-test for {found.type_name} ({found})")
+        multiple = None if None in (multiple, found.row_multiple) else max(multiple or 0, found.row_multiple or 0)
+    return multiple
+
+
+def _probe(ggml: Library, device: Device, kind: int, buffer_type: int, layout: str) -> Probe | None:
+    if kind not in MATRIX_TYPES:  # asked whether it multiplies others, ggml says yes, and aborts
+        return None
+    results = [_compare(ggml, device, kind, buffer_type, length) for length in LENGTHS]
     if None in results:
         return None
     found = [result for result in results if result is not None]
     multiples = [multiple for _, multiple in found]
     return Probe(
         type_name(ggml, kind),
-        "repacked" if repacked else "plain",
+        layout,
         max(error for error, _ in found),
         None if None in multiples else max(multiple for multiple in multiples if multiple is not None),
     )
 
 
-def _compare(ggml: Library, kind: int, buffer_type: int, length: int) -> tuple[float, int | None] | None:
+def _compare(
+    ggml: Library, device: Device, kind: int, buffer_type: int, length: int
+) -> tuple[float, int | None] | None:
     """Error and row multiple of products with a matrix of rows of this length; None where ggml has none."""
     rng = np.random.default_rng(kind)
     rows = rng.standard_normal((WIDTH, length), np.float32)
     with (
-        _Weight(ggml, kind, length, N_WEIGHTS, ggml.backend_cpu_buffer_type()) as plain,
-        _Weight(ggml, kind, length, N_WEIGHTS, buffer_type) as matrix,
+        _plain(ggml, kind, length, N_WEIGHTS) as plain,
+        _Weight(ggml, device, kind, length, N_WEIGHTS, buffer_type) as matrix,
     ):
         if not matrix.multiplies():
             return None
@@ -125,6 +163,11 @@ def _compare(ggml: Library, kind: int, buffer_type: int, length: int) -> tuple[f
     scale = np.linalg.norm(rows, axis=1)[:, None] * np.linalg.norm(weights, axis=1)
     error = float(np.max(np.abs(widest - rows.astype(np.float64) @ weights.T) / scale))
     return error, next((multiple for multiple in ROW_MULTIPLES if all(same[multiple - 1 :: multiple])), None)
+
+
+def _plain(ggml: Library, kind: int, length: int, n: int) -> _Weight:
+    """A matrix for the CPU, in the layout of files."""
+    return _Weight(ggml, Cpu(ggml), kind, length, n, ggml.backend_cpu_buffer_type())
 
 
 def _same_bits(matrix: _Weight, rows: NDArray[np.float32], widest: NDArray[np.float32], width: int) -> bool:
@@ -142,7 +185,7 @@ def _random_rows(ggml: Library, kind: int, length: int, rng: np.random.Generator
         values = rng.standard_normal((N_WEIGHTS, length), np.float32)
         return np.ascontiguousarray(_NARROW[kind](values)).view(np.uint8)
     blocks = rng.integers(0, 256, (CANDIDATES, ggml.type_size(kind)), np.uint8)
-    with _Weight(ggml, kind, block, CANDIDATES, ggml.backend_cpu_buffer_type()) as candidates:
+    with _plain(ggml, kind, block, CANDIDATES) as candidates:
         candidates.write(blocks)
         largest = np.abs(candidates.dequantised()).max(axis=1)
     sane = blocks[np.isfinite(largest) & (largest > 0.01) & (largest < 100)]
@@ -152,17 +195,14 @@ def _random_rows(ggml: Library, kind: int, length: int, rng: np.random.Generator
 class _Weight(Owner):
     """A matrix [n, length] of one type, in memory that ggml allocated in a given buffer type; and what it computes."""
 
-    def __init__(self, ggml: Library, kind: int, length: int, n: int, buffer_type: int) -> None:
-        self._ggml = ggml
+    def __init__(self, ggml: Library, device: Device, kind: int, length: int, n: int, buffer_type: int) -> None:
+        self._ggml, self._device = ggml, device
         self._length, self._n = length, n
         with ExitStack() as stack:
             context = stack.enter_context(Context(ggml, 1))
-            self._backend = stack.enter_context(Backend(ggml, 1))
+            self._backend = stack.enter_context(device.open_backend(1))
             self._tensor: int = ggml.new_tensor_2d(context.handle, kind, length, n)
-            buffer = ggml.backend_alloc_ctx_tensors_from_buft(context.handle, buffer_type)
-            if not buffer:
-                raise LibraryError(f"ggml could not allocate a small matrix of type {type_name(ggml, kind)}")
-            stack.callback(ggml.backend_buffer_free, buffer)
+            stack.enter_context(device.hold(context, buffer_type))
             self._cleanup = stack.pop_all()
 
     def multiplies(self) -> bool:
@@ -173,12 +213,12 @@ class _Weight(Owner):
         with Context(self._ggml, 2) as context:
             rows = self._ggml.new_tensor_2d(context.handle, F32, self._length, WIDTH)
             product = self._ggml.mul_mat(context.handle, self._tensor, rows)
-            return bool(self._ggml.backend_dev_supports_op(self._ggml.cpu_device, product))
+            return bool(self._ggml.backend_dev_supports_op(self._device.handle, product))
 
     def write(self, data: NDArray[np.uint8]) -> None:
         """Put the type's bytes in place."""
         data = np.ascontiguousarray(data)
-        self._ggml.backend_tensor_set(self._tensor, data.ctypes.data, 0, data.nbytes)
+        self._device.send(self._tensor, data.ctypes.data, data.nbytes)
 
     def dequantised(self) -> NDArray[np.float32]:
         """The weights that the type's bytes stand for."""
@@ -201,11 +241,11 @@ class _Weight(Owner):
         self._ggml.set_input(tensor)
         self._ggml.build_forward_expand(graph, result)
         out = np.empty(shape, np.float32)
-        with GraphAllocator(self._ggml) as allocator:
+        with self._device.open_allocator() as allocator:
             allocator.allocate(graph)
-            self._ggml.backend_tensor_set(tensor, inputs.ctypes.data, 0, inputs.nbytes)
+            self._device.send(tensor, inputs.ctypes.data, inputs.nbytes)
             self._backend.compute(graph)
-            self._ggml.backend_tensor_get(result, out.ctypes.data, 0, out.nbytes)
+            self._device.fetch(result, out.ctypes.data, out.nbytes)
         return out
 
     def close(self) -> None:

@@ -48,15 +48,16 @@ def images_dir() -> Path:
     return home() / "images"
 
 
-def image_path(source: Path, *, draft: bool = False) -> Path:
+def image_path(source: Path, *, draft: bool = False, plain: bool = False) -> Path:
     """Where the image of a model is kept, whether there is one or not; links and parts of a model lead to one place.
 
     That of a `draft` has a place of its own: it is made unasked and in another type, so it may not stand for the model
-    where that writes the text.
+    where that writes the text. So has a `plain` one of a draft, for another device than this CPU.
     """
     first = gguf_file.part_paths(source)[0]
     stem = re.sub(r"[^\w.-]+", "_", Path(os.path.realpath(first)).stem, flags=re.ASCII)[:80]
-    return (images_dir() / "drafts" if draft else images_dir()) / f"{stem}-{place_hash(first)[:12]}.gguf"
+    folder = images_dir() / ("plain-drafts" if plain else "drafts") if draft else images_dir()
+    return folder / f"{stem}-{place_hash(first)[:12]}.gguf"
 
 
 def cached_images() -> list[Path]:
@@ -71,12 +72,13 @@ def name_of(image: Path) -> str:
 
 def images_of(source: Path) -> tuple[Path, ...]:
     """The images of a model in the cache: to write text with, and to draft with."""
-    return tuple(path for path in (image_path(source), image_path(source, draft=True)) if path.is_file())
+    paths = image_path(source), image_path(source, draft=True), image_path(source, draft=True, plain=True)
+    return tuple(path for path in paths if path.is_file())
 
 
-def find_image(source: Path, progress: Progress, *, draft: bool = False) -> Found | None:
+def find_image(source: Path, progress: Progress, *, draft: bool = False, plain: bool = False) -> Found | None:
     """The image of a model in the cache; None where there is none. A model that was changed is hashed anew."""
-    path = image_path(source, draft=draft)
+    path = image_path(source, draft=draft, plain=plain)
     if not path.is_file():
         return None
     image: Image | None = None

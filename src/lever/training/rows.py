@@ -40,7 +40,7 @@ class OutputRows(Owner):
             self._allocator = stack.enter_context(GraphAllocator(ggml))
             inputs = stack.enter_context(Context(ggml, 3))
             self._context = stack.enter_context(Context(ggml, 8, 8))
-            where = self._rows.address, self._rows.rows_nbytes
+            where = self._rows.rows.address, self._rows.rows.nbytes
             self._quantised = placed(ggml, inputs, stack, table.type, AT_ONCE, config.n_embd, *where)
             self._found, self._array = shared(ggml, inputs, stack, np.float32, AT_ONCE, config.n_embd)
             self._ids, ids = shared(ggml, inputs, stack, np.int32, 1, AT_ONCE)

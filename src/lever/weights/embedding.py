@@ -30,14 +30,14 @@ class EmbeddingRows(Owner):
             self._cleanup = stack.pop_all()
 
     @property
-    def address(self) -> int:
-        """Where row 0 of what `load` read lies; the rows follow each other without gaps."""
-        return self._rows.address
+    def rows(self) -> Pages:
+        """Where what `load` read lies, row behind row without gaps."""
+        return self._rows
 
     @property
-    def rows_nbytes(self) -> int:
-        """Bytes from `address` on that belong to the rows."""
-        return self._rows.nbytes
+    def row_nbytes(self) -> int:
+        """Bytes of a row."""
+        return self._row_bytes
 
     @staticmethod
     def nbytes(table: TensorInfo, n_rows: int, grain: int) -> int:

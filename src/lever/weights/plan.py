@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import neg
 
 from lever.arch import ModelConfig, layer_tensors
+from lever.errors import DoesNotFit
 from lever.gguf import GGUF
-from lever.memory import does_not_fit
+from lever.memory import does_not_fit, format_size
 from lever.pages import PAGE
 from lever.weights.store import MIN_SLOTS
 from lever.weights.units import Unit, bands, unit
 
 PROJECTION = "output projection"
 PINNED, RING, SMALL = "pinned layers", "ring", "norms"
+ON_ITS_WAY = "layer under way"  # on another device
 SHARES = 512  # of the layers' bytes that are tried, from all to none
 
 
@@ -74,6 +76,26 @@ def _in_order(layers: Sequence[tuple[Unit, ...]], projection: Sequence[Unit], sm
 
 
 @dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A device with memory of its own, which the layers go to."""
+
+    name: str
+    free: int | None  # bytes; None: it does not say
+    fixed: Mapping[str, int]  # bytes by name of everything there but weights
+
+    def require(self, parts: Mapping[str, int]) -> None:
+        """DoesNotFit for more than is free: without parts, which are those of the budget."""
+        if not self.fits(parts):
+            listed = ", ".join(f"{part} {format_size(nbytes)}" for part, nbytes in parts.items() if nbytes)
+            need, have = format_size(sum(parts.values())), format_size(self.free or 0)
+            raise DoesNotFit(f"needs {need} of the device {self.name}, which has {have} free: {listed}")
+
+    def fits(self, parts: Mapping[str, int]) -> bool:
+        """Whether it has so much."""
+        return self.free is None or sum(parts.values()) <= self.free
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What stays in memory, what is streamed, and how many bytes each part of the process takes."""
 
@@ -82,6 +104,7 @@ class Plan:
     n_slots: int  # of the ring; 0 when nothing is streamed
     parts: Mapping[str, int]  # bytes by name
     budget: int
+    elsewhere: Mapping[str, int] = field(default_factory=dict)  # bytes by name in the memory of another device
 
     @property
     def total(self) -> int:
@@ -96,7 +119,7 @@ class Plan:
     @property
     def pinned_share(self) -> float:
         """Share of the layers' bytes that stay in memory, 0 to 1."""
-        return self.parts[PINNED] / self.units.layers_nbytes
+        return (self.parts.get(PINNED, 0) + self.elsewhere.get(PINNED, 0)) / self.units.layers_nbytes
 
 
 def make_plan(
@@ -106,29 +129,41 @@ def make_plan(
     *,
     pin_percent: float | None = None,
     n_slots: int = MIN_SLOTS,
+    elsewhere: Elsewhere | None = None,
 ) -> Plan:
     """Spend `budget` bytes: the fixed parts, a ring, the projection, then as much of the layers as fits.
 
     Each layer keeps about the same share, so that every layer's reads take as long as the next one's; what is kept are
     whole tensors, the last ones of a layer in its file. `pin_percent` asks for a share of the layers' bytes, and the
-    projection takes what is left. DoesNotFit when even the least does not fit.
+    projection takes what is left. What is kept of layers that are computed `elsewhere` takes that device's memory, and
+    none of the budget. DoesNotFit when even the least does not fit.
     """
     fixed = {**fixed, SMALL: units.units[units.small].nbytes}
     cuts = _Cuts(units)
+
+    def spend(share: float) -> _Way:
+        return _spend(cuts, fixed, budget, cuts.at(share), n_slots, elsewhere)
+
+    def fits(way: _Way) -> bool:
+        there = elsewhere is None or elsewhere.fits(way.elsewhere)
+        return there and sum(way.parts.values()) <= budget
+
     if pin_percent is None:
-        ways = [_spend(cuts, fixed, budget, cuts.at(share / SHARES), n_slots) for share in range(SHARES + 1)]
-        fitting = [way for way in ways if sum(way.parts.values()) <= budget] or ways[:1]
+        ways = [spend(share / SHARES) for share in range(SHARES + 1)]
+        fitting = [way for way in ways if fits(way)] or ways[:1]
         # The projection first: a pass may need it more than once. Then the fewest bytes to read.
-        way = min(fitting, key=lambda way: (-way.n_bands, -way.parts[PINNED]))
+        way = min(fitting, key=lambda way: (-way.n_bands, -way.pinned))
     else:
-        way = _spend(cuts, fixed, budget, cuts.at(pin_percent / 100), n_slots)
+        way = spend(pin_percent / 100)
     if sum(way.parts.values()) > budget:
         raise does_not_fit(way.parts, budget)
+    if elsewhere is not None:
+        elsewhere.require(way.elsewhere)
     cut = _cut(units, way.cuts)
     pinned = {layer[-1] for layer, n in zip(cut.layers, way.cuts, strict=True) if n < cuts.n_tensors}
     pinned |= {*cut.projection[: way.n_bands], cut.small}
     streams = len(pinned) < len(cut.units)
-    return Plan(cut, frozenset(pinned), n_slots if streams else 0, way.parts, budget)
+    return Plan(cut, frozenset(pinned), n_slots if streams else 0, way.parts, budget, way.elsewhere)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,19 +172,33 @@ class _Way:
 
     cuts: tuple[int, ...]
     n_bands: int
+    pinned: int  # bytes of the layers
     parts: Mapping[str, int]
+    elsewhere: Mapping[str, int]
 
 
-def _spend(cuts: _Cuts, fixed: Mapping[str, int], budget: int, streamed: tuple[int, ...], n_slots: int) -> _Way:
+def _spend(
+    cuts: _Cuts,
+    fixed: Mapping[str, int],
+    budget: int,
+    streamed: tuple[int, ...],
+    n_slots: int,
+    elsewhere: Elsewhere | None,
+) -> _Way:
     """With these cuts, and the projection as far as it fits beside them."""
     largest_part, pinned = cuts.sizes(streamed)
     bands = [cuts.units.units[index].nbytes for index in cuts.units.projection]
+    there: Mapping[str, int] = {}
+    in_ring, pinned_here = largest_part, pinned
+    if elsewhere is not None:
+        there = {**elsewhere.fixed, SMALL: fixed[SMALL], PINNED: pinned, ON_ITS_WAY: largest_part}
+        in_ring, pinned_here = cuts.largest, 0  # what is kept there goes through a ring as well
     for n_bands in range(len(bands), -1, -1):
-        ring = n_slots * max(largest_part, *bands[n_bands:], 0)
-        parts = {**fixed, PINNED: pinned, PROJECTION: sum(bands[:n_bands]), RING: ring}
+        ring = n_slots * max(in_ring, *bands[n_bands:], 0)
+        parts = {**fixed, PINNED: pinned_here, PROJECTION: sum(bands[:n_bands]), RING: ring}
         if sum(parts.values()) <= budget:
             break
-    return _Way(streamed, n_bands, parts)
+    return _Way(streamed, n_bands, pinned, parts, there)
 
 
 class _Cuts:
@@ -160,6 +209,7 @@ class _Cuts:
         layers = [units.units[index] for (index,) in units.layers]
         self.n_tensors = len(layers[0].places)
         self._nbytes = [layer.nbytes for layer in layers]
+        self.largest = max(self._nbytes)  # bytes of a whole layer
         self._streamed = [[0, *(_part(layer, 0, n, units.grain).nbytes for n in self._range())] for layer in layers]
         self._pinned = [
             [*(_part(layer, n - 1, None, units.grain).nbytes for n in self._range()), 0] for layer in layers

@@ -100,6 +100,7 @@ class Store(Owner):
     `hold(i)` gives the address of unit i, waiting for its bytes; `release` of that address gives the slot back to the
     readers. They assume that units are asked for in order and in a circle; asking for another one is right, only
     slower. Not thread-safe: one caller. An error from `hold` leaves the store usable; the next `hold` reads anew.
+    Units that are `elsewhere` are neither read nor held.
     """
 
     def __init__(
@@ -113,13 +114,14 @@ class Store(Owner):
         depth: int = DEPTH,
         memory: Callable[[int], Memory] = Pages,
         on_pinned: Callable[[int], None] = lambda _nbytes: None,
+        elsewhere: Collection[int] = (),
     ) -> None:
         self.units = tuple(units)
         self.stats = StoreStats()
         self._files = tuple(files)
         self._block = block
         self._memory = memory
-        self._circle = [index for index in range(len(units)) if index not in pinned]
+        self._circle = [index for index in range(len(units)) if index not in pinned and index not in elsewhere]
         self._place_in_circle = {unit: place for place, unit in enumerate(self._circle)}
         self._pinned: dict[int, Memory] = {}
         self._held: dict[int, _Slot] = {}  # by address
