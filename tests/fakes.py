@@ -223,7 +223,7 @@ class ScriptedTarget:
         self.shape = ModelShape(n_ctx, 64, n_logits, n_tree)
         self.stats = ModelStats()
         self.store = ScriptedStore()
-        self.n_threads = 0
+        self.n_threads, self.device = 0, "cpu"
         self.rows: list[int] = []
         self.passes: list[int] = []  # rows of each
         self.projected: list[int] = []  # rows of each
@@ -319,7 +319,8 @@ class ScriptedDraft:
         n_ctx: int = 1 << 12,
         room: int = 26,
     ) -> None:
-        self.model = SimpleNamespace(shape=ModelShape(n_ctx, 64, 8, room), n_threads=0, stats=ModelStats())
+        shape = ModelShape(n_ctx, 64, 8, room)
+        self.model = SimpleNamespace(shape=shape, n_threads=0, device="cpu", stats=ModelStats())
         self.room = room
         self.text: list[int] = []
         self.n_begun = self.n_first = self.n_steps = self.n_beside = 0  # n_first: begun with a tree of its root alone

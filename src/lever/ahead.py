@@ -21,7 +21,7 @@ FORGOTTEN = 64  # cycles without it, after which what it saved is unknown again
 
 
 class Ahead:
-    """Drafting beside passes. What survives of it saves the next cycle draft steps; the pass has a core less for it."""
+    """Drafting beside passes. What survives of it saves the next cycle draft steps; the pass may have a core less."""
 
     def __init__(self, draft: Draft, grow: Grow, cost: CycleCost, *, always: bool) -> None:
         """`grow` says which nodes are next; with `always` nobody asks whether it pays."""
@@ -66,7 +66,7 @@ class Ahead:
     def going_on(self, run: Run, now: Situation, trust: float, n_rows: int) -> Iterator[None]:
         """Grow the tree on a thread of its own until what is in here has ended, a pass over so many rows."""
         stop, pass_s = threading.Event(), self._cost.pass_s(n_rows)
-        self._draft.model.n_threads, self._done = 1, 0.0
+        self._draft.model.n_threads, self._done = self._cost.hidden_threads, 0.0
 
         def go_on() -> None:
             started = time.perf_counter()

@@ -76,27 +76,36 @@ class CycleCost:
     """Predicts the seconds of a cycle's parts from those before it, and how many threads a pass should have.
 
     What is `foretold` is corrected by what is seen. Without it the first pass of all is plain, to learn what one takes.
-    `beside`: the draft goes on while the target computes, which leaves it a core, and its passes are known apart.
+    `beside`: the draft goes on while the target computes; such passes are known apart. They have `threads_beside` at
+    most: fewer where the draft takes a core of theirs, none at all where one has to wait for the other.
     """
 
-    def __init__(self, n_threads: int = 1, foretold: Foretold | None = None) -> None:
+    def __init__(
+        self, n_threads: int = 1, foretold: Foretold | None = None, *, threads_beside: int | None = None
+    ) -> None:
         self.beside = False
+        self._threads_beside = n_threads - 1 if threads_beside is None else threads_beside
         self._foresight = Foresight(foretold)
         self._alone = PassCost(n_threads, self._foresight.a_pass)
-        self._shared = PassCost(max(n_threads - 1, 1), self._foresight.a_pass)
+        self._shared = PassCost(max(self._threads_beside, 1), self._foresight.a_pass)
         self._knows_plain = foretold is not None
         self._most_threads = n_threads
         self._draft, self._last_draft = self._new_draft_table(), 0  # and the pass before it
-        self._hidden = self._foresight.draft(1)
+        self._hidden = self._foresight.draft(self.hidden_threads)
         self._project, self._reading = Line(WIDER), Average()
         project_s = self._foresight.project_s(self.project_threads[0])
         if project_s is not None:
             self._project.observe(1, project_s)
 
     @property
-    def has_cores(self) -> bool:
-        """Whether the draft can have one of its own beside a pass."""
-        return self._most_threads > 1
+    def has_room(self) -> bool:
+        """Whether the draft can compute beside a pass."""
+        return self._threads_beside > 0
+
+    @property
+    def hidden_threads(self) -> int:
+        """For draft steps beside a pass."""
+        return 1 if self._threads_beside < self._most_threads else self.draft_threads[0]
 
     @property
     def draft_threads(self) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from lever.model import Model
 from lever.policies import Preset, preset
 from lever.pruner import Pruning
 from lever.request import Complete, Draw, Run, Step, check_prompt
+from lever.settings import CPU
 from lever.stats import RunStats
 from lever.threads import ThreadChooser, relative
 from lever.trace import Cycle
@@ -63,7 +64,7 @@ class Engine:
         self._policy = policy or preset("flash-ar" if draft is None else "lever")
         self._threads = n_threads, start_threads
         self._foretold, self._pruning = foretold, pruning
-        self._cost = CycleCost(n_threads, foretold)
+        self._cost = CycleCost(n_threads, foretold, threads_beside=_threads_beside(model, draft, n_threads))
         self._layer_threads = ThreadChooser(n_threads, n_threads)
         # Streaming starts with one thread: it nearly always keeps up, and leaves the rest of the machine alone.
         start = start_threads or (1 if store.streamed else n_threads)
@@ -303,6 +304,15 @@ class Engine:
         if n_threads == self._model.n_threads:
             compute_s, read_s = self._model.stats.layers_s - compute_s, self._store.stats.read_s - read_s
             self._cost.observe_prefill(n_rows, compute_s, read_s, n_threads)
+
+
+def _threads_beside(model: Model, draft: Draft | None, n_threads: int) -> int:
+    """Threads that a pass may have while the draft computes: all of them where that has a device of its own; and none
+    where both are on one that is not the CPU, which does one thing after the other.
+    """
+    if draft is None or draft.model.device != model.device:
+        return n_threads
+    return n_threads - 1 if model.device == CPU else 0
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

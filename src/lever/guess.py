@@ -51,7 +51,7 @@ class Guesser:
         self._pruner = pruner if policy.prunes else None
         self._threads = ThreadChooser(*cost.draft_threads)
         self._ahead = None
-        if self._draft is not None and policy.meanwhile is not None and (cost.has_cores or not policy.adaptive):
+        if self._draft is not None and policy.meanwhile is not None and (cost.has_room or not policy.adaptive):
             self._ahead = Ahead(self._draft, policy.meanwhile, cost, always=not policy.adaptive)
         self._worth, self._reliability, self._matches = Worth(), Reliability(), Record()
 

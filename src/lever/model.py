@@ -110,6 +110,11 @@ class Model(Owner):
             self._cleanup = stack.pop_all()
 
     @property
+    def device(self) -> str:
+        """The name of what computes the layers."""
+        return self._device.name
+
+    @property
     def n_threads(self) -> int:
         """Threads of the next pass; any number gives the same bits."""
         return self._head_backend.n_threads

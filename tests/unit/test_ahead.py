@@ -13,6 +13,8 @@ import pytest
 from lever.ahead import FORGOTTEN, Ahead
 from lever.cycle_cost import CycleCost, Foretold
 from lever.draft import Draft
+from lever.engine import _threads_beside
+from lever.model import Model
 from lever.policies import Situation, ahead, most_worth
 from lever.request import Run
 from lever.stats import RunStats
@@ -149,6 +151,25 @@ def test_a_pass_with_it_leaves_the_draft_a_core() -> None:
     assert cost.threads(48) == 2
     cost.beside = True
     assert cost.threads(48) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "threads"),
+    [("cpu", "cpu", 1), ("cpu", "rpc:x:1", 2), ("rpc:x:1", "cpu", 2), ("rpc:x:1", "rpc:x:1", 0)],
+)
+def test_a_draft_on_a_device_of_its_own_takes_no_core_and_one_on_the_same_has_no_room(
+    target: str, draft: str, threads: int
+) -> None:
+    model, its_draft = SimpleNamespace(device=target), SimpleNamespace(model=SimpleNamespace(device=draft))
+    assert _threads_beside(cast(Model, model), cast(Draft, its_draft), 2) == threads
+    cost = CycleCost(2, threads_beside=threads)
+    assert cost.has_room == (threads > 0)
+
+
+def test_a_draft_on_a_device_of_its_own_makes_its_steps_as_it_always_does() -> None:
+    assert machine(read_s=0.0).hidden_threads == 1
+    foretold = Foretold(compute={}, read_s=0.0, rest_s=0.0, project={}, draft={1: {1: 0.1}, 2: {1: 0.05}})
+    assert CycleCost(2, foretold, threads_beside=2).hidden_threads == 2
 
 
 # --- what is saved ------------------------------------------------------------------------------------------
