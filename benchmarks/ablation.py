@@ -2,8 +2,9 @@
 
     python -m benchmarks.ablation demo --pin 0 --json OUT
 
-Every row has what the rows above it have. Seconds are of one cycle; storage is idle while nothing is being read. The
-last row is the preset itself: the parts that it may leave out, it uses where they are expected to pay.
+From the bare tree on, each row adds to the one before; that with choices drafts beside a pass where it pays, no longer
+beside each. The last one, where there is a predictor, is the preset itself. Seconds are of one cycle; storage is idle
+while nothing is being read.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Way(PresetWay):
 
     def __init__(self, llm: LLM, policy: Preset, request: Request) -> None:
         super().__init__(llm, policy, request, lambda: False)
-        if policy is BARE:
+        if policy is BARE:  # one of its own would not share the cache with the others
             self._engine.__class__ = ProjectsAll
 
 
@@ -132,10 +133,14 @@ def measure(args: argparse.Namespace) -> tuple[list[Row], Comparison, float]:
     prompts_of = limited(read_prompts(Path(args.prompts) if args.prompts else None), args.limit)
     request = Request(max_new_tokens=args.tokens, sampler=SamplerSettings(temperature=0.0, seed=0))
     settings = ModelSettings(dram=parse_size(args.dram), pin_percent=args.pin, n_ctx=1024, n_threads=args.threads)
-    policies = [PLAIN, BARE, ON_DEMAND, BATCHES, CARRIED, BESIDE, CHOSEN, PRUNED]
     with open_llm(Wanted(args.model, args.draft, preset="lever", prune="auto"), settings, Silent()) as llm:
         tuning = prepare(llm, Silent())
         used = settings if tuning is None else tuning.settings
+        policies = [PLAIN, BARE, ON_DEMAND, BATCHES, CARRIED, BESIDE, CHOSEN]
+        if llm.prune == "off":
+            print("without pruning: there is no predictor (lever train-predictor)")
+        else:
+            policies.append(PRUNED)
         ways = [Way(llm, policy, request) for policy in policies]
         prompts: list[tuple[Prompt, Sequence[int]]] = [
             (prompt, llm.encode_chat([{"role": "user", "content": prompt.text}])) for prompt in prompts_of
@@ -175,7 +180,8 @@ def main() -> None:
         print(row.line())
     print(f"{nbytes / found.raw_read_bytes_per_s:.3f} s to read what a pass streams, by raw reads between the answers")
     if args.json:
-        arguments = {name: str(value) for name, value in vars(args).items()}
+        arguments = {name: str(value) for name, value in vars(args).items() if name != "json"}
+        arguments |= {name: Path(arguments[name]).name for name in ("model", "draft", "prompts")}
         about = {"date": date.today().isoformat(), "cpu": cpu_model(), "arguments": arguments}
         figures = {"raw_read_bytes_per_s": found.raw_read_bytes_per_s, "bytes_per_pass": nbytes}
         args.json.write_text(json.dumps({**about, **figures, "rows": [asdict(row) for row in table]}, indent=1))

@@ -15,9 +15,9 @@ from lever.request import Run
 from lever.times import Average
 from lever.tree import DraftTree
 
-PAYS = 1.0  # times as many tokens a second must be expected of a cycle with it, and more
 HOPED = 1.0  # draft steps that it is thought to save before it was tried
-FORGOTTEN = 64  # cycles without it, after which what it saved is unknown again
+FORGOTTEN_CYCLES = 64  # without it, after which what those with it showed is unknown again
+PASSES_WITHOUT_A_STEP = 16  # after which it is thought that steps may be shorter than they seemed
 
 
 class Ahead:
@@ -27,7 +27,7 @@ class Ahead:
         """`grow` says which nodes are next; with `always` nobody asks whether it pays."""
         self._draft, self._grow, self._cost, self._always = draft, grow, cost, always
         self._saved = Average()
-        self._idle = 0
+        self._idle = self._without_a_step = 0
         self._expanded: list[int] = []  # beside the pass of this cycle
         self._done = 0.0  # of the pass, as a share
 
@@ -36,24 +36,34 @@ class Ahead:
         self._expanded.clear()
         self._cost.beside = self._always
 
-    def decide(self, now: Situation, select: Select) -> None:
-        """Whether the pass that comes, over what is selected of the tree, shall have a draft beside it."""
-        if self._always or not self._cost.knows_passes:
-            return
-        saved_s = self._saved.value if self._saved.value is not None else HOPED * self._cost.draft_s(1)
-        alone = self._rate(now, select, 0.0)
+    def choose(self, now: Situation, select: Select) -> list[int]:
+        """The nodes for the pass that comes, by the way that brings more tokens a second: with all threads, or with a
+        draft beside them, if that has something to do. From then on `CycleCost.beside` says which.
+        """
+        nodes = select(now)
+        if self._always or not self._cost.knows_passes or not self._nodes(now):
+            return nodes
+        alone = self._rate(now, nodes, 0.0)
         self._cost.beside = True
-        if self._rate(now, select, saved_s) > PAYS * alone:
-            self._idle = 0
-            return
+        if self._cost.knows_passes:
+            saved_s = self._saved.value if self._saved.value is not None else HOPED * self._cost.draft_s(1)
+            with_it = select(now)
+            if self._rate(now, with_it, saved_s) > alone:
+                self._idle = 0
+                return with_it
         self._cost.beside = False
         self._idle += 1
-        if self._idle >= FORGOTTEN:
+        if self._idle >= FORGOTTEN_CYCLES:
             self._saved, self._idle = Average(), 0
+            self._cost.forget_beside()
+        return nodes
 
-    def _rate(self, now: Situation, select: Select, saved_s: float) -> float:
-        """Tokens a second of the cycle, by what passes cost as `CycleCost.beside` has it."""
-        nodes = select(now)
+    def _nodes(self, now: Situation) -> list[int]:
+        """What the next step beside a pass would be."""
+        return self._grow(now)[: self._draft.room]
+
+    def _rate(self, now: Situation, nodes: Sequence[int], saved_s: float) -> float:
+        """Tokens a second of the cycle that checks these nodes, by what passes cost as `CycleCost.beside` has it."""
         tokens = gain(now.tree, nodes)
         seconds = now.spent_s + self._cost.pass_s(len(nodes)) + tokens * self._cost.project_s()
         return tokens / max(seconds - saved_s, seconds / 2)
@@ -63,14 +73,14 @@ class Ahead:
         self._done = share
 
     @contextmanager
-    def going_on(self, run: Run, now: Situation, trust: float, n_rows: int) -> Iterator[None]:
-        """Grow the tree on a thread of its own until what is in here has ended, a pass over so many rows."""
-        stop, pass_s = threading.Event(), self._cost.pass_s(n_rows)
+    def going_on(self, run: Run, now: Situation, trust: float, pass_s: float) -> Iterator[None]:
+        """Grow the tree on a thread of its own until what is in here has ended, a pass that should take so long."""
+        stop = threading.Event()
         self._draft.model.n_threads, self._done = self._cost.hidden_threads, 0.0
 
         def go_on() -> None:
             started = time.perf_counter()
-            while not stop.is_set() and (nodes := self._grow(now)[: self._draft.room]):
+            while not stop.is_set() and (nodes := self._nodes(now)):
                 before = time.perf_counter()
                 if self._cost.hidden_s(len(nodes)) > (1 - self._done) * pass_s:
                     break  # the cycle would wait for it
@@ -87,6 +97,10 @@ class Ahead:
             finally:
                 stop.set()
         going_on.result()
+        self._without_a_step = 0 if self._expanded else self._without_a_step + 1
+        if self._without_a_step >= PASSES_WITHOUT_A_STEP:
+            self._cost.forget_beside()
+            self._without_a_step = 0
 
     def learn(self, tree: DraftTree, accepted: Sequence[int], token: int, tokens_per_s: float | None) -> None:
         """The target has gone along these nodes and drawn `token` behind them: what survives saves draft steps, one for

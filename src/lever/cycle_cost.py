@@ -14,7 +14,7 @@ from lever.times import Average, Line, Scaled, Times, through
 WIDER = 0.5  # share of a draft step that each node more is thought to add: with kernels for several rows, it is so
 FIRST_NODES = 2  # of a draft step, when its threads are chosen
 BEARABLE = 1.5  # times as long as with the best number of threads: one that was foretold to take longer is not tried
-FORGOTTEN = 16  # passes after which a draft that was not used is unknown again
+FORGOTTEN_PASSES = 16  # after which a draft that was not used is unknown again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +86,12 @@ class CycleCost:
         self.beside = False
         self._threads_beside = n_threads - 1 if threads_beside is None else threads_beside
         self._foresight = Foresight(foretold)
-        self._alone = PassCost(n_threads, self._foresight.a_pass)
-        self._shared = PassCost(max(self._threads_beside, 1), self._foresight.a_pass)
+        self._alone, self._shared = PassCost(n_threads, self._foresight.a_pass), self._new_shared()
         self._knows_plain = foretold is not None
         self._most_threads = n_threads
+        self._n_passes = 0
         self._draft, self._last_draft = self._new_draft_table(), 0  # and the pass before it
-        self._hidden = self._foresight.draft(self.hidden_threads)
+        self._hidden = self._new_hidden()
         self._project, self._reading = Line(WIDER), Average()
         project_s = self._foresight.project_s(self.project_threads[0])
         if project_s is not None:
@@ -156,11 +156,12 @@ class CycleCost:
 
         Of one that was thinned on its way, `whole` has the time inside ggml that all layers would have taken, by rows.
         """
+        self._n_passes += 1
         self._knows_plain |= rows == 1
         self._passes.observe(rows, seconds, compute_s, read_s, threads, whole)
         for passes in (self._alone, self._shared):
             passes.suppose(rows, compute_s, read_s, threads)
-        if self._n_passes - self._last_draft > FORGOTTEN:
+        if self._n_passes - self._last_draft > FORGOTTEN_PASSES:
             self._draft = self._new_draft_table()  # a draft that was too slow once is not given up for good
 
     def observe_prefill(self, rows: int, compute_s: float, read_s: float, threads: int) -> None:
@@ -176,6 +177,12 @@ class CycleCost:
     def observe_hidden(self, nodes: int, seconds: float) -> None:
         """A draft step beside a pass."""
         self._hidden.observe(nodes, seconds)
+
+    def forget_beside(self) -> None:
+        """What passes with a draft beside them showed, and its steps there, is unknown again: it may have been a bad
+        moment's, and what is not done shows nothing new.
+        """
+        self._shared, self._hidden = self._new_shared(), self._new_hidden()
 
     def observe_reading(self, tokens: int, seconds: float) -> None:
         """The draft has read so many tokens that it did not say itself."""
@@ -225,9 +232,11 @@ class CycleCost:
     def _passes(self) -> PassCost:
         return self._shared if self.beside else self._alone
 
-    @property
-    def _n_passes(self) -> int:
-        return self._alone.n_passes + self._shared.n_passes
+    def _new_shared(self) -> PassCost:
+        return PassCost(max(self._threads_beside, 1), self._foresight.a_pass)
+
+    def _new_hidden(self) -> Times:
+        return self._foresight.draft(self.hidden_threads)
 
     def _new_draft_table(self) -> Times:
         return self._foresight.draft(self.draft_threads[0])

@@ -179,7 +179,7 @@ class Engine:
             run.stop_if_cancelled()
 
         run.trace.lap()
-        with self._guesser.going_on(run, guess, len(rows.nodes)):
+        with self._guesser.going_on(run, guess, rows, thinned):
             if len(rows.nodes) == 1:
                 model.forward(rows.tokens, after_layer)
             else:

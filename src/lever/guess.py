@@ -87,19 +87,21 @@ class Guesser:
         """
         now, tree = self._situation(run, guess.tree), guess.tree
         if self._ahead is not None and tree.expanded(0):
-            self._ahead.decide(now, self._policy.select)
-        nodes = self._policy.select(now)
+            nodes = self._ahead.choose(now, self._policy.select)
+        else:
+            nodes = self._policy.select(now)
         if self._pruner is None or guess.looked_up:
             return depth_first(tree, nodes), None
         nodes, thin = self._pruner.select(now, nodes, widen=self._policy.select is most_worth)
         rows = depth_first(tree, nodes)
         return rows, self._pruner.thinned(tree, rows, run.drafted_s) if thin else None
 
-    def going_on(self, run: Run, guess: Guess, n_rows: int) -> AbstractContextManager[None]:
-        """Let the draft go on beside a pass over so many rows, where that pays: what survives starts the next cycle."""
+    def going_on(self, run: Run, guess: Guess, rows: TreeRows, thinned: Thinned | None) -> AbstractContextManager[None]:
+        """Let the draft go on beside a pass over these rows, where that pays: what survives starts the next cycle."""
         if self._ahead is None or not self.cost.beside or not guess.tree.expanded(0):
             return nullcontext()
-        return self._ahead.going_on(run, self._situation(run, guess.tree), self._reliability.value, n_rows)
+        pass_s = self.cost.pass_s(len(rows.nodes)) if thinned is None else thinned.expected_s
+        return self._ahead.going_on(run, self._situation(run, guess.tree), self._reliability.value, pass_s)
 
     def layer_done(self, layer: int, n_layers: int) -> None:
         """The pass has done a layer."""

@@ -14,7 +14,7 @@ from lever.times import Average, Line, Scaled, Times, through
 
 NEAR = 1.03  # times that differ by less are equal
 FIRST_TRIAL, FIRST_PAUSE, LAST_PAUSE = 2, 16, 256  # passes before another number of threads is tried, and tried again
-FORGOTTEN = 16  # passes after which a number of threads that was not used is unknown again
+FORGOTTEN_PASSES = 16  # after which a number of threads that was not used is unknown again
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class PassCost:
         times = self._compute.setdefault(threads, self._foretold.times(threads))
         for n, of_all_layers_s in (whole or {rows: compute_s}).items():
             times.observe(n, of_all_layers_s)
-        for other in [count for count, last in self._last.items() if self.n_passes - last > FORGOTTEN]:
+        for other in [count for count, last in self._last.items() if self.n_passes - last > FORGOTTEN_PASSES]:
             del self._compute[other], self._last[other]  # it may have been somebody else's fault: try again
         self._read.observe(read_s)
         self._rest.observe(max(seconds - at_once(read_s, compute_s), 0.0))

@@ -19,7 +19,7 @@ from lever.tree import DraftTree, TreeRows
 FIRST_TOKENS = 0.95  # of the tokens that a cycle would bring, what is left where rows are pruned, at first
 KEPT = 0.9  # of what is known of that, with each cycle more
 PAYS = 1.02  # times as many tokens a second must be expected of a cycle with pruning
-FORGOTTEN = 64  # cycles without pruning, after which what those with it showed is unknown again
+FORGOTTEN_CYCLES = 64  # without pruning, after which what those with it showed is unknown again
 
 # (tree, rows of the pass, candidates behind them, their scores) -> rows that go on
 Rule = Callable[[DraftTree, TreeRows, Sequence[Candidate], Sequence[float]], Sequence[int]]
@@ -85,13 +85,17 @@ class Pruner:
             self._idle = 0
             return more, True
         self._idle += 1
-        if self._idle >= FORGOTTEN:
+        if self._idle >= FORGOTTEN_CYCLES:
             self._forget()
         return nodes, False
 
     def thinned(self, tree: DraftTree, rows: TreeRows, spent_s: float) -> Thinned:
         """Of one pass, over these rows; `spent_s`: on drafting, in its cycle."""
         return Thinned(self, self._model, tree, rows, spent_s)
+
+    def expected_s(self, n_rows: int) -> float:
+        """Seconds that a pass over so many rows takes, of which as many go on as of late."""
+        return self._cost.thinned_s(n_rows, max(round(self._rows * n_rows), 1), self.share) + self._score_s
 
     def survivors(self, tree: DraftTree, rows: TreeRows, spent_s: float) -> Sequence[int]:
         """The rows of a pass that go on, asked in the middle of it. `spent_s`: on drafting, in its cycle."""
@@ -143,6 +147,7 @@ class Thinned:
     def __init__(self, pruner: Pruner, model: Model, tree: DraftTree, rows: TreeRows, spent_s: float) -> None:
         self.kept: Sequence[int] = range(len(rows.nodes))
         self.score_s = 0.0
+        self.expected_s = pruner.expected_s(len(rows.nodes))
         self.thinning = Thinning(pruner.layer, self._choose)
         self._pruner, self._model, self._tree, self._rows, self._spent_s = pruner, model, tree, rows, spent_s
         self._began_s, self._below_s = model.stats.layers_s, 0.0

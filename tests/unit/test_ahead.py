@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import cast
+from unittest import mock
 
 import pytest
 
-from lever.ahead import FORGOTTEN, Ahead
+from lever.ahead import FORGOTTEN_CYCLES, PASSES_WITHOUT_A_STEP, Ahead
 from lever.cycle_cost import CycleCost, Foretold
 from lever.draft import Draft
 from lever.engine import _threads_beside
@@ -85,13 +86,14 @@ class Beside:
     def decided(self) -> bool:
         """Of one cycle."""
         self.ahead.begin()
-        self.ahead.decide(self.now, most_worth)
+        self.checked = self.ahead.choose(self.now, most_worth)
         return self.cost.beside
 
     def during(self, n_steps: int) -> None:
         """A pass that lasts until so many steps were made beside it."""
-        with self.ahead.going_on(self.run, self.now, 1.0, 8):
-            wait_until(lambda: len(self.draft.asked) >= n_steps)
+        enough = len(self.draft.asked) + n_steps
+        with self.ahead.going_on(self.run, self.now, 1.0, self.cost.pass_s(8)):
+            wait_until(lambda: len(self.draft.asked) >= enough)
 
     def drew(self, accepted: Sequence[int], token: int, tokens_per_s: float | None = None) -> None:
         self.ahead.learn(self.tree, accepted, token, tokens_per_s)
@@ -118,7 +120,7 @@ def test_it_is_left_where_nothing_of_it_survives_and_tried_again_much_later() ->
         if not found.decided():
             break
         found.drew([], 9)  # a token that the draft did not name
-    assert [found.decided() for _ in range(FORGOTTEN)].index(True) > FORGOTTEN // 2
+    assert [found.decided() for _ in range(FORGOTTEN_CYCLES + 1)].index(True) > FORGOTTEN_CYCLES // 2
 
 
 def test_it_is_kept_up_where_it_saves_steps_although_passes_take_a_little_longer() -> None:
@@ -126,7 +128,7 @@ def test_it_is_kept_up_where_it_saves_steps_although_passes_take_a_little_longer
     for _ in range(12):
         found.tree = grown(1)
         assert found.decided()
-        found.during(6)
+        found.during(4)
         found.drew([], 1)
 
 
@@ -219,23 +221,62 @@ def test_the_draft_grows_the_tree_while_the_pass_lasts_and_not_longer() -> None:
     found = Beside(machine(read_s=1.0), tree=grown(0))
     found.decided()
     found.during(3)
-    n = len(found.draft.asked)
-    assert n >= 3
+    assert not drafting()
+    assert len(found.draft.asked) >= 3
     assert found.run.stats.drafted == sum(map(len, found.draft.asked))
     assert found.run.stats.draft_hidden_s > 0
     assert found.draft.model.n_threads == 1
-    assert len(found.draft.asked) == n  # its thread has ended
 
 
-def test_no_step_is_begun_that_the_pass_would_have_to_wait_for() -> None:
+def drafting() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("lever-draft")]
+
+
+@pytest.mark.parametrize(("done", "n_steps"), [(0.3, 1), (0.5, 0)])
+def test_no_step_is_begun_that_the_pass_would_have_to_wait_for(done: float, n_steps: int) -> None:
+    """A step takes 60 ms and the pass 100. The first one is over in no time, of which a second one hears nothing."""
     found = Beside(machine(read_s=0.1, step_s=0.06), tree=grown(0))
     found.decided()
-    found.draft.gate.clear()
-    with found.ahead.going_on(found.run, found.now, 1.0, 1):
-        wait_until(lambda: len(found.draft.asked) == 1)
-        found.ahead.layer_done(0.5)  # 50 ms are left
-        found.draft.gate.set()
-    assert len(found.draft.asked) == 1
+    found.draft.most = 1
+    first = found.ahead._nodes
+
+    def once_the_layer_is_done(now: Situation) -> list[int]:
+        found.ahead.layer_done(done)
+        return first(now)
+
+    with mock.patch.object(found.ahead, "_nodes", once_the_layer_is_done):
+        with found.ahead.going_on(found.run, found.now, 1.0, 0.1):
+            wait_until(lambda: found.run.stats.draft_hidden_s > 0)  # the thread has come to its end by itself
+        assert len(found.draft.asked) == n_steps
+
+
+def test_steps_that_seemed_too_long_for_any_pass_are_tried_again() -> None:
+    found = Beside(machine(read_s=0.05), always=True, tree=grown(0))
+    for _ in range(4):
+        found.cost.observe_hidden(1, 1.0)
+    assert found.cost.hidden_s(1) > 0.05
+    for _ in range(PASSES_WITHOUT_A_STEP + 1):
+        found.ahead.begin()
+        with found.ahead.going_on(found.run, found.now, 1.0, 0.05):
+            wait_until(lambda: not found.ahead._nodes(found.now) or found.run.stats.draft_hidden_s > 0)
+        found.run.stats.draft_hidden_s = 0.0
+    assert found.draft.asked
+
+
+def test_one_slow_pass_with_it_is_not_held_against_it_for_ever() -> None:
+    found = Beside(machine(read_s=1.0))
+    assert found.decided()
+    for _ in range(4):
+        found.cost.observe_pass(8, 3.0, 3.0, 1.0, threads=1)
+    decided = [found.decided() for _ in range(FORGOTTEN_CYCLES + 1)]
+    assert not any(decided[: FORGOTTEN_CYCLES // 2])
+    assert decided[-1]
+
+
+def test_a_pass_keeps_its_cores_where_the_draft_has_nothing_to_do() -> None:
+    found = Beside(machine(read_s=1.0))
+    found.draft.room = 0
+    assert not found.decided()
 
 
 def test_a_draft_that_fails_beside_a_pass_is_the_error() -> None:
@@ -249,11 +290,9 @@ def test_a_draft_that_fails_beside_a_pass_is_the_error() -> None:
 def test_a_pass_that_fails_is_the_error_and_ends_the_drafting() -> None:
     found = Beside(machine(read_s=1.0))
     found.decided()
-    with pytest.raises(ZeroDivisionError), found.ahead.going_on(found.run, found.now, 1.0, 8):
+    with pytest.raises(ZeroDivisionError), found.ahead.going_on(found.run, found.now, 1.0, 1.0):
         raise ZeroDivisionError
-    n = len(found.draft.asked)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lever-draft")]
-    assert len(found.draft.asked) == n
+    assert not drafting()
 
 
 def test_the_likeliest_nodes_are_asked_first_and_hopeless_ones_never() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lever.cycle_cost import FORGOTTEN, CycleCost, Foretold
+from lever.cycle_cost import FORGOTTEN_PASSES, CycleCost, Foretold
 from lever.policies import Situation, preset
 from lever.tree import IN_TEXT, DraftTree
 
@@ -67,7 +67,7 @@ def test_a_draft_that_was_too_slow_once_is_tried_again() -> None:
     cost = CycleCost()
     cost.observe_pass(1, 0.4, 0.1, 0.4)
     cost.observe_draft(2, 60.0)
-    for _ in range(FORGOTTEN):
+    for _ in range(FORGOTTEN_PASSES):
         cost.observe_pass(1, 0.4, 0.1, 0.4)
         assert cost.draft_s(2) == 60.0
     cost.observe_pass(1, 0.4, 0.1, 0.4)
@@ -79,7 +79,7 @@ def test_a_number_of_threads_that_was_slow_once_is_tried_again() -> None:
     cost.observe_pass(16, 0.8, 0.8, 0.4, threads=1)
     cost.observe_pass(16, 5.0, 5.0, 0.4, threads=2)
     assert cost.threads(16) == 1
-    for _ in range(FORGOTTEN + 1):
+    for _ in range(FORGOTTEN_PASSES + 1):
         cost.observe_pass(16, 0.8, 0.8, 0.4, threads=1)
     assert cost.threads(16) == 2
 
@@ -205,7 +205,7 @@ def test_what_was_seen_of_draft_steps_goes_back_to_what_was_foretold_when_it_is_
     cost.observe_pass(1, 0.4, 0.1, 0.4)
     cost.observe_draft(2, 0.07)
     assert cost.draft_s(2) == pytest.approx(0.07)
-    for _ in range(FORGOTTEN + 1):
+    for _ in range(FORGOTTEN_PASSES + 1):
         cost.observe_pass(1, 0.4, 0.1, 0.4)
     assert cost.draft_s(2) == pytest.approx(0.035)
 
@@ -285,7 +285,7 @@ def test_a_thinned_pass_tells_of_both_numbers_of_rows_and_is_foretold_as_it_was(
 def test_a_thinned_pass_is_one_pass_however_many_numbers_of_rows_it_tells_of() -> None:
     cost = CycleCost()
     cost.observe_draft(2, 60.0)
-    for _ in range(FORGOTTEN):
+    for _ in range(FORGOTTEN_PASSES):
         cost.observe_pass(16, 0.45, 0.4, 0.0, whole={16: 0.6, 4: 0.2})
         assert cost.draft_s(2) == 60.0
     cost.observe_pass(16, 0.45, 0.4, 0.0, whole={16: 0.6, 4: 0.2})

@@ -17,7 +17,7 @@ from lever.model import Model
 from lever.policies import Situation, most_worth
 from lever.predictor import Quality, Translator
 from lever.prune import PAPER, Candidate, Mix, candidates, over_threshold, weigh
-from lever.pruner import FIRST_TOKENS, FORGOTTEN, PAYS, Pruner, Pruning, Rule, expected_gain, paper_rule
+from lever.pruner import FIRST_TOKENS, FORGOTTEN_CYCLES, PAYS, Pruner, Pruning, Rule, expected_gain, paper_rule
 from lever.scores import Scores
 from lever.tree import IN_TEXT, DraftTree, TreeRows, depth_first
 from tests.fakes import FakeClock
@@ -250,7 +250,7 @@ def test_scores_that_are_no_numbers_show_nothing() -> None:
 def test_after_cycles_enough_without_it_what_pruning_showed_is_unknown_again() -> None:
     found = cycles(nothing)
     began = found.thinned(40).index(False)
-    again = found.thinned(FORGOTTEN + 1 - (40 - began))
+    again = found.thinned(FORGOTTEN_CYCLES + 1 - (40 - began))
     assert again == [*[False] * (len(again) - 1), True]
     assert found.thinned(40).index(False) == began - 1  # as at first
 
@@ -260,7 +260,7 @@ def test_each_cycle_with_it_begins_the_count_anew() -> None:
     found.thinned(10)
     shown, slow = found.pruner._rows, replace(found.now, spent_s=100.0)  # a cycle of which the pass is next to nothing
     for _ in range(3):
-        for _ in range(FORGOTTEN - 1):
+        for _ in range(FORGOTTEN_CYCLES - 1):
             assert not found.pruner.select(slow, most_worth(slow), widen=True)[1]
         assert found.pruner.select(found.now, found.nodes, widen=True)[1]
     assert found.pruner._rows == shown
@@ -284,7 +284,7 @@ def test_scores_that_took_long_once_are_tried_again() -> None:
     """It may have been somebody else's fault, and nothing else would ever correct the figure."""
     found = cycles(sure_of_one)
     found.pruner.took(60.0)
-    assert found.thinned(FORGOTTEN + 1) == [*[False] * FORGOTTEN, True]
+    assert found.thinned(FORGOTTEN_CYCLES + 1) == [*[False] * FORGOTTEN_CYCLES, True]
 
 
 def test_pruners_of_one_predictor_learn_for_themselves() -> None:
