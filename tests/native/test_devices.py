@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ from lever.opening import Silent
 from lever.pack import PackSettings, pack
 from lever.settings import SamplerSettings
 from tests import tiny
-from tests.command import Lever, one_line
+from tests.command import SOURCES, Lever, one_line
 from tests.models import TOKENS, logits_of, same_bits
 from tests.native.test_steps import Nodes, layer_by_layer
 from tests.native.test_tree_pass import BUSHY
@@ -383,6 +386,69 @@ def test_what_is_packed_for_this_cpu_is_refused_elsewhere(tmp_path: Path, device
         opened(images["auto"], device)
     with pytest.raises(UsageError, match="leave out --layout repacked"):
         ModelSettings(dram=1 << 30, layout="repacked", device=device.name)
+
+
+# --- signals ------------------------------------------------------------------------------------------------
+
+# Argument: a device, whose server is stopped and goes on when SIGUSR2 and SIGCHLD have come, again and again.
+SIGNALLED = """
+import os, signal, sys, threading, time
+import numpy as np
+from lever.ggml import load
+from lever.ggml.devices import Devices
+
+seen = set()
+for number in (signal.SIGUSR2, signal.SIGCHLD):
+    signal.signal(number, lambda number, _frame: seen.add(number))
+main, server = threading.main_thread().ident, int(sys.argv[2])
+
+def disturb():
+    for _ in range(50):
+        signal.pthread_kill(main, signal.SIGUSR2)
+        signal.pthread_kill(main, signal.SIGCHLD)
+        time.sleep(0.01)
+    os.kill(server, signal.SIGCONT)
+
+with Devices(load()) as devices:
+    way = devices.open(sys.argv[1]).way
+    os.kill(server, signal.SIGSTOP)
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    free = way.free_bytes()
+    thread.join()
+assert free and seen == {signal.SIGUSR2, signal.SIGCHLD}, (free, seen)
+"""
+
+
+def test_signals_with_handlers_wait_for_a_call_that_waits() -> None:
+    """ggml's client would take a call that one interrupts for the loss of its server, and end the process."""
+    with rpc_server() as server:
+        done = subprocess.run(
+            [sys.executable, "-c", SIGNALLED, server.name, str(server.process.pid)],
+            env=os.environ | {"PYTHONPATH": SOURCES},
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_handler_that_raises_leaves_no_signal_blocked(device: FarDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    real = signal.pthread_sigmask
+
+    def interrupted(how: int, mask: Iterable[int]) -> set[Any]:
+        found: set[Any] = real(how, mask)
+        if how == signal.SIG_BLOCK and set(mask):  # Python calls handlers here, when the mask is set
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(signal, "pthread_sigmask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        device.way.free_bytes()
+    monkeypatch.undo()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    assert device.way.free_bytes()
 
 
 # --- the commands -------------------------------------------------------------------------------------------

@@ -31,8 +31,18 @@ from lever.settings import CPU
 RPC = "rpc:"  # what the names of servers begin with
 # ggml hashes what is larger than 10 MiB before it sends it to a server, in case that has it: a second for a gigabyte.
 PIECE = 8 << 20
-# A signal that arrives in a call of ggml's client ends it as if the server were lost, and then the process. They wait.
-SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGWINCH, signal.SIGUSR1}
+# A signal whose handler runs in a call of ggml's client ends it as if the server were lost, and then the process. So
+# all of them wait, but for those that tell of a fault of the call itself.
+FAULTS = {
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGABRT,
+    signal.SIGTRAP,
+    signal.SIGSYS,
+}
+SIGNALS = signal.valid_signals() - FAULTS
 
 
 @dataclass(slots=True)
@@ -340,11 +350,12 @@ class Way(Owner):
     def leaving(self) -> Iterator[None]:
         """As `calling`, to free what was made: that works, and fails, without a word."""
         with self._lock:
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
             try:
+                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a handler of one before may raise out of this
                 yield
             finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def free_bytes(self) -> int | None:
         """What the device says that it has left; None where it does not say."""
