@@ -387,9 +387,10 @@ class Devices(Owner):
 
     def close(self) -> None:
         """Let all of them go. Safe to call twice."""
-        for way in self._ways.values():
-            way.close()
-        self._ways.clear()
+        with ExitStack() as stack:
+            for way in self._ways.values():
+                stack.callback(way.close)
+            self._ways.clear()
 
 
 def listed(ggml: Library) -> Mapping[str, str]:
