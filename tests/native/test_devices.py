@@ -18,7 +18,7 @@ import pytest
 
 from lever.arch import ModelConfig
 from lever.errors import DeviceLost, DoesNotFit, UnsupportedModel, UsageError
-from lever.far_kv import FarKVCache
+from lever.far_kv import FarKVCache, far_kv_bytes
 from lever.ggml import load
 from lever.ggml.devices import Devices, FarDevice, Way, listed
 from lever.ggml.probe import probe, probe_on
@@ -29,7 +29,10 @@ from lever.loader import LoadedModel, ModelSettings
 from lever.model import Model, Thinning
 from lever.opening import Silent
 from lever.pack import PackSettings, pack
+from lever.pages import PAGE
 from lever.settings import SamplerSettings
+from lever.weights.embedding import EmbeddingRows
+from lever.workspace import Workspace
 from tests import tiny
 from tests.command import SOURCES, Lever, one_line
 from tests.models import TOKENS, logits_of, same_bits
@@ -219,6 +222,25 @@ def test_rows_move_on_a_device_as_they_do_here(small: Path, device: FarDevice, n
         assert not both.here._keys[:, 30:200].any()
         both.both(lambda kv: kv.truncate(30))
         assert both.same()
+        there, config = both.there, ModelConfig.from_gguf(read(small))
+        held = there._memory.nbytes + 2 * load().nelements(there._zeros) + there._allocator.nbytes
+        assert held <= far_kv_bytes(config, 300, n_nodes, 140) < held + PAGE
+
+
+@pytest.mark.parametrize("n_tree", [0, 24])
+def test_what_a_model_on_a_device_allocates_here_is_what_was_planned(
+    small: Path, device: FarDevice, n_tree: int
+) -> None:
+    with opened(small, device, n_tree=n_tree) as loaded:
+        model, parts = loaded.model, loaded.plan.parts
+        assert (parts["KV cache"], parts["way to the device"]) == (0, (8 << 20) + (1 << 20))
+        assert loaded.plan.elsewhere["KV cache"] == far_kv_bytes(loaded.config, 512, n_tree, n_tree)
+        embedding = EmbeddingRows.nbytes(model._embedding.table, loaded.shape.graph_rows, loaded.units.grain)
+        rows = Workspace.nbytes(loaded.config, loaded.shape, on_host=False)
+        # Beside these, ggml's work buffer, which it allocates itself: rows that are projected.
+        work = loaded.shape.padded(loaded.shape.n_logits) * loaded.config.n_embd * 4
+        assert parts["rows and buffers"] == rows + embedding + model._head_allocator.nbytes + work
+        assert model._head_allocator.nbytes < model._allocator.nbytes
 
 
 # --- answers ------------------------------------------------------------------------------------------------

@@ -357,6 +357,11 @@ class Way(Owner):
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that what goes to a server takes here: ggml's client copies each piece, and then the relay."""
+        return 0 if self._relay is None else PIECE + self._relay.nbytes
+
     def free_bytes(self) -> int | None:
         """What the device says that it has left; None where it does not say."""
         free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
