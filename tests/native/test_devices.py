@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ from lever.model import Model, Thinning
 from lever.opening import Silent
 from lever.pack import PackSettings, pack
 from lever.pages import PAGE
+from lever.rpc import CAPABILITIES, Command
 from lever.settings import SamplerSettings
 from lever.weights.embedding import EmbeddingRows
 from lever.workspace import Workspace
@@ -350,6 +352,18 @@ def test_a_busy_server_is_told_and_free_again_when_its_client_has_gone(
         second.open(server.name)
 
 
+def test_devices_of_a_server_that_are_left_aside_are_told_of(
+    server: RPCServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Devices(load()) as devices:
+        devices.open(server.name)
+    assert not caplog.records
+    monkeypatch.setattr(load(), "backend_reg_dev_count", lambda _registry: 3)
+    with Devices(load()) as devices:
+        devices.open(server.name)
+    assert f"{server.name} has 3 devices, of which lever uses the first" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["vulkan7", "rpc", "gpu", ""])
 def test_an_unknown_device_is_refused_with_a_list_of_those_there_are(name: str) -> None:
     with Devices(load()) as devices, pytest.raises(UsageError, match=r"this ggml has cpu, rpc:HOST:PORT"):
@@ -536,6 +550,12 @@ def test_a_request_to_a_lost_device_ends_with_an_error_and_the_server_goes_on(sm
         for _ in range(2):
             assert served.chat(max_tokens=3).status == 500
         assert served.ask("/health").status == 200
+
+
+def test_rpc_serve_says_that_it_computes_when_it_takes_connections() -> None:
+    with rpc_server() as server, socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(struct.pack("<BQ", Command.HELLO, CAPABILITIES) + bytes(CAPABILITIES))
+        assert client.recv(8) == struct.pack("<Q", 4 + CAPABILITIES)
 
 
 def test_rpc_serve_ends_with_0_at_ctrl_c() -> None:

@@ -7,6 +7,7 @@ matrix do nothing. A device behind ggml's RPC is reached by `lever.rpc`, any oth
 from __future__ import annotations
 
 import ctypes
+import logging
 import signal
 import threading
 import time
@@ -27,6 +28,8 @@ from lever.owner import Owner
 from lever.pages import PAGE, Pages, round_up
 from lever.rpc import Relay
 from lever.settings import CPU
+
+log = logging.getLogger(__name__)
 
 RPC = "rpc:"  # what the names of servers begin with
 # ggml hashes what is larger than 10 MiB before it sends it to a server, in case that has it: a second for a gigabyte.
@@ -328,6 +331,8 @@ class Way(Owner):
             registry = ggml.backend_rpc_add_server(relay.endpoint.encode())
         if not registry:
             raise DeviceLost(f"{self.name}: it has no devices")
+        if (n := ggml.backend_reg_dev_count(registry)) > 1:
+            log.warning("%s has %d devices, of which lever uses the first", self.name, n)
         device: int = ggml.backend_reg_dev_get(registry, 0)
         return device
 
