@@ -519,10 +519,30 @@ def test_run_ends_with_one_line_and_1_when_the_server_is_killed(lever: Lever, sm
         with lever.started(*words, "--device", server.name) as process:
             assert process.stdout is not None
             process.stdout.read(1)
+            server.process.send_signal(signal.SIGSTOP)  # the text cannot end before it is killed
             server.process.kill()
             _, err = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "the connection was lost" in one_line(err)
+
+
+def wait_until_idle(pid: int) -> None:
+    """Until no thread of a process has run for a tenth of a second."""
+    before, since = "", time.monotonic()
+    end = since + 10
+    while (now := time.monotonic()) < end:
+        switches = "".join(
+            line
+            for status in sorted(Path(f"/proc/{pid}/task").glob("*/status"))
+            for line in status.read_text().splitlines()
+            if "ctxt_switches" in line
+        )
+        if switches != before:
+            before, since = switches, now
+        if now - since > 0.1:
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never waits")
 
 
 def test_ctrl_c_ends_a_run_on_a_device_as_it_ends_others(lever: Lever, pair: tuple[Path, Path]) -> None:
@@ -535,9 +555,10 @@ def test_ctrl_c_ends_a_run_on_a_device_as_it_ends_others(lever: Lever, pair: tup
             assert process.stdout is not None
             process.stdout.read(1)
             server.process.send_signal(signal.SIGSTOP)
-            time.sleep(0.5)  # it waits for an answer now
+            wait_until_idle(process.pid)  # for an answer
             process.send_signal(signal.SIGINT)
-            time.sleep(0.2)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.2)
             server.process.send_signal(signal.SIGCONT)
             _, err = process.communicate(timeout=30)
         assert (process.returncode, err) == (130, b"")
