@@ -22,8 +22,8 @@ from lever.errors import DeviceLost, DoesNotFit, UnsupportedModel, UsageError
 from lever.far_kv import FarKVCache, far_kv_bytes
 from lever.ggml import load
 from lever.ggml.devices import Devices, FarDevice, Way, listed
-from lever.ggml.probe import probe, probe_on
-from lever.gguf import MATRIX_TYPES, read
+from lever.ggml.probe import LENGTHS, WIDTH, probe, probe_on
+from lever.gguf import F16, MATRIX_TYPES, read
 from lever.kv_cache import KVCache
 from lever.llm import LLM, Generation, GenerationSettings
 from lever.loader import LoadedModel, ModelSettings
@@ -31,7 +31,7 @@ from lever.model import Model, Thinning
 from lever.opening import Silent
 from lever.pack import PackSettings, pack
 from lever.pages import PAGE
-from lever.rpc import CAPABILITIES, Command
+from lever.rpc import CAPABILITIES, Command, Relay
 from lever.settings import SamplerSettings
 from lever.weights.embedding import EmbeddingRows
 from lever.workspace import Workspace
@@ -152,6 +152,19 @@ def test_steps_of_a_draft_on_a_device_give_the_bits_of_the_cpu(path: Path, devic
 def test_products_of_every_type_pass_the_probe_as_on_the_cpu(device: FarDevice) -> None:
     for kind in MATRIX_TYPES:
         assert probe_on(load(), device, kind) == probe(load(), kind)
+
+
+def test_a_product_of_the_probe_is_one_question(device: FarDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answer = [], Relay._answer
+
+    def counted(relay: Relay, near: socket.socket, length: int, stand_in: bytes = b"") -> None:
+        asked.append(length)
+        answer(relay, near, length, stand_in)
+
+    monkeypatch.setattr(Relay, "_answer", counted)
+    probe_on(load(), device, F16)
+    products = len(LENGTHS) * (1 + WIDTH)
+    assert products <= len(asked) < 1.2 * products
 
 
 # --- rows that move -----------------------------------------------------------------------------------------
