@@ -6,11 +6,9 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from tests.command import SOURCES, notes_until
 
@@ -49,22 +47,7 @@ def rpc_server(n_threads: int = 1) -> Iterator[RPCServer]:
     )
     try:
         notes_until(process, "computes")
-        wait_until_listening(port)
         yield RPCServer(port, process)
     finally:
         process.kill()
         process.communicate()
-
-
-def wait_until_listening(port: int) -> None:
-    """ggml's server takes connections a moment after it is started."""
-    for _ in range(200):
-        if _listens(port):
-            return
-    raise AssertionError(f"nobody listens on port {port}")
-
-
-def _listens(port: int) -> bool:
-    """Without a connection, which the server would take for a client."""
-    time.sleep(0.02)
-    return f":{port:04X} 00000000:0000 0A" in Path("/proc/net/tcp").read_text()

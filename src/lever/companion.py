@@ -54,6 +54,7 @@ class Companion(Owner):
             n_logits=8,
             n_tree=TREE_ROWS,
             n_steps=STEPS,
+            n_moved=NODES,
             tree_attention="masked",  # `forward_nodes` is all that a draft needs
             layout="auto" if as_file else "repacked",
             grammars=False,

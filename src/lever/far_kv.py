@@ -9,12 +9,23 @@ from lever.arch import ModelConfig
 from lever.ggml import Backend, Context, Library
 from lever.ggml.devices import FarDevice
 from lever.gguf import F16
-from lever.kv_cache import F16_BYTES, KVCache
+from lever.kv_cache import F16_BYTES, KVCache, kv_bytes
+from lever.pages import round_up
 
 CLEARED = 32  # slots that become zeros by one copy
 COPY_NODES = 5  # of a copy: source, perhaps turned, what it is copied to meanwhile, target, and the second copy
 
+ALIGNMENT = 256  # bytes, at most, that copies of rows on their way begin at a multiple of
+
 Make = Callable[[int], int]  # a tensor of a context
+
+
+def far_kv_bytes(config: ModelConfig, n_ctx: int, n_nodes: int = 0, most_moved: int = 0) -> int:
+    """Bytes of the device that a cache takes in all, when so many rows may move at once: as `kv_bytes`, the zeros that
+    clear it, and a copy of the keys and values that move.
+    """
+    row = F16_BYTES * config.n_embd_kv * config.n_layers
+    return round_up(kv_bytes(config, n_ctx, n_nodes)) + CLEARED * row + 2 * most_moved * round_up(row, ALIGNMENT)
 
 
 class FarKVCache(KVCache):

@@ -290,15 +290,12 @@ class LLM(Owner):
         return Generation(self, prompt, settings, on_prefill, on_cycle)
 
     def close(self) -> None:
-        """Give everything back. Safe to call twice."""
+        """Give everything back, whatever goes wrong on the way. Safe to call twice."""
         self._vocabulary = None
-        if self._scores is not None:
-            self._scores.close()
-        if self._loaded is not None:
-            self._loaded.close()
-        if self._companion is not None:
-            self._companion.close()
-        self._devices.close()
+        with ExitStack() as stack:  # the last one goes first
+            for owner in (self._devices, self._companion, self._loaded, self._scores):
+                if owner is not None:
+                    stack.callback(owner.close)
 
     def _steps(
         self,

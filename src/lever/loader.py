@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lever.arch import ModelConfig
 from lever.errors import DoesNotFit, UnsupportedModel, UsageError
+from lever.far_kv import far_kv_bytes
 from lever.ggml import Library, load
 from lever.ggml.devices import Cpu, Device, FarDevice
 from lever.ggml.layout import takes_repacked
@@ -41,6 +42,7 @@ MAX_THREADS = 512  # GGML_MAX_N_THREADS of ggml.h
 DEFAULT_CTX = 4096  # positions, unless the model or the budget allow less
 LEAST_CTX = 512  # what an automatic context is not cut below
 PYTHON, KV_CACHE, BUFFERS, GRAMMAR = "Python", "KV cache", "rows and buffers", "grammar"
+WAY = "way to the device"
 # What the process grows by after the plan is made: stacks of threads, sampling over the vocabulary, small objects.
 NOTHING_BESIDE: Mapping[str, int] = MappingProxyType({})
 PYTHON_GROWTH = 6 << 20
@@ -65,6 +67,7 @@ class ModelSettings:
     n_logits: int = 4  # rows whose logits are held at once
     n_tree: int = 0  # rows of a tree that one pass checks; 0: no trees
     n_steps: int = 0  # graphs of whole passes that are kept, where all is in memory; 0: none
+    n_moved: int = 0  # rows of the cache that move at once, where these may be more than a tree's
     tree_attention: TreeAttention = "exact"
     block: int = BLOCK  # bytes of one read
     depth: int = DEPTH  # reads in flight
@@ -338,8 +341,8 @@ def plan(
         n_batch, trees = min(settings.n_batch, n_ctx), settings.tree_attention
         shape = ModelShape(n_ctx, n_batch, settings.n_logits, settings.n_tree, settings.n_steps, multiple, trees)
         fixed = {PYTHON: (rss_bytes() if python is None else python) + PYTHON_GROWTH, **beside}
-        fixed |= _fixed_parts(ggml, gguf, config, units, settings, shape, on_host=far is None)
-        elsewhere = _elsewhere(ggml, gguf, config, units, shape, far) if far is not None else None
+        fixed |= _fixed_parts(ggml, gguf, config, units, settings, shape, far)
+        elsewhere = _elsewhere(ggml, gguf, config, units, settings, shape, far) if far is not None else None
         try:
             if repacked or settings.n_steps:
                 return shape, _resident_plan(units, fixed, settings, elsewhere)
@@ -361,13 +364,14 @@ def _elsewhere(
     gguf: GGUF,
     config: ModelConfig,
     units: ModelUnits,
+    settings: ModelSettings,
     shape: ModelShape,
     device: FarDevice,
 ) -> Elsewhere:
     """Bytes of everything but weights in the memory of a device, and what it has."""
     table = gguf.tensors["token_embd.weight"]
     fixed = {
-        KV_CACHE: kv_bytes(config, shape.n_ctx, shape.n_nodes),
+        KV_CACHE: far_kv_bytes(config, shape.n_ctx, shape.n_nodes, max(shape.n_tree, settings.n_moved)),
         BUFFERS: Workspace.nbytes(config, shape, on_host=False)
         + EmbeddingRows.nbytes(table, shape.graph_rows, units.grain)
         + compute_nbytes(ggml, config, units, shape, 1)
@@ -383,19 +387,24 @@ def _fixed_parts(
     units: ModelUnits,
     settings: ModelSettings,
     shape: ModelShape,
-    *,
-    on_host: bool,
+    far: FarDevice | None,
 ) -> dict[str, int]:
-    """Bytes of everything but Python and weights; not `on_host`, the KV cache is elsewhere, and rows are here too."""
+    """Bytes of everything but Python and weights. With a `far` device the KV cache is there, and rows are here too; the
+    CPU has no more to compute than the projection, and of whole passes not even that.
+    """
     table = gguf.tensors["token_embd.weight"]
     checksums = gguf.tensors.get(IMAGE_CHECKSUMS)
+    on_host = far is None
+    n_threads, all_there = settings.n_threads, far is not None and shape.n_steps > 0
+    computing = 0 if all_there else compute_nbytes(ggml, config, units, shape, n_threads, projection_only=not on_host)
     return {
         KV_CACHE: kv_bytes(config, shape.n_ctx, shape.n_nodes) if on_host else 0,
         BUFFERS: Workspace.nbytes(config, shape, on_host=on_host)
         + EmbeddingRows.nbytes(table, shape.graph_rows, units.grain)
-        + compute_nbytes(ggml, config, units, shape, settings.n_threads)
+        + computing
         + (Steps.nbytes(ggml, config, units, shape) if shape.n_steps else 0)
         + (2 * checksums.nbytes if checksums is not None else 0),
+        **({WAY: far.way.nbytes} if far is not None and far.way.nbytes else {}),
         **({GRAMMAR: grammar_nbytes(config.n_vocab)} if settings.grammars else {}),
     }
 

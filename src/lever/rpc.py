@@ -89,6 +89,11 @@ class Relay(Owner):
         self._thread = threading.Thread(target=self._serve, name="lever-rpc", daemon=True)
         self._thread.start()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return len(self._memory)
+
     def shut_the_door(self) -> None:
         """Nobody else may connect: what is connected now stays so."""
         with suppress(OSError):  # it was shut before

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from lever.errors import LeverError, LibraryError, UsageError
 from lever.ggml import Library
 
+POLL_S = 0.01
+
 
 def address_of(host: str) -> str:
     """The IPv4 address of a name, which is what ggml's server takes. UsageError where there is none."""
@@ -34,8 +36,8 @@ def is_loopback(address: str) -> bool:
 def serve(ggml: Library, address: str, port: int, n_threads: int, ready: Callable[[], None]) -> None:
     """Compute for one client after another until SIGINT or SIGTERM ends the process, with status 0.
 
-    LeverError where that address and port cannot be listened on. Call it from the main thread. What the server prints
-    goes to stderr.
+    `ready` is called when it takes connections. LeverError where that address and port cannot be listened on. Call it
+    from the main thread. What the server prints goes to stderr.
     """
     if not ggml.has_rpc:
         raise LibraryError(f"ggml in {ggml.directory} is built without RPC (GGML_RPC=ON): there is nothing to serve")
@@ -51,9 +53,22 @@ def serve(ggml: Library, address: str, port: int, n_threads: int, ready: Callabl
         daemon=True,
     )
     thread.start()
-    ready()
+    if _takes_connections(thread, address, port):
+        ready()
     thread.join()
     raise LeverError(f"ggml's RPC server at {address}:{port} has ended")
+
+
+def _takes_connections(thread: threading.Thread, address: str, port: int) -> bool:
+    """Wait until a server that begins takes one; False if it ends before. This one is a client that goes at once."""
+    while thread.is_alive():
+        try:
+            socket.create_connection((address, port)).close()
+        except ConnectionRefusedError:
+            thread.join(POLL_S)
+        else:
+            return True
+    return False
 
 
 def _try(address: str, port: int) -> None:

@@ -25,10 +25,21 @@ from lever.weights.tensors import overlay
 from lever.workspace import ModelShape
 
 
-def compute_nbytes(ggml: Library, config: ModelConfig, units: ModelUnits, shape: ModelShape, n_threads: int) -> int:
-    """Bytes of intermediate tensors, and of ggml's own work buffer."""
+def compute_nbytes(
+    ggml: Library,
+    config: ModelConfig,
+    units: ModelUnits,
+    shape: ModelShape,
+    n_threads: int,
+    *,
+    projection_only: bool = False,
+) -> int:
+    """Bytes of intermediate tensors, and of ggml's own work buffer; of the `projection_only`, where that is all."""
+    graphs = wide_graphs(ggml, config, units, shape, projection_only=projection_only)
     with GraphAllocator(ggml) as allocator:
-        intermediate = max(allocator.size_of(graph) for graph in wide_graphs(ggml, config, units, shape))
+        intermediate = max(allocator.size_of(graph) for graph in graphs)
+    if projection_only:
+        return intermediate + F32_BYTES * shape.padded(shape.n_logits) * config.n_embd
     # The work buffer serves one operation at a time: rows of a product, converted to the type that the weights are
     # dotted with, or a row of scores for each thread of SOFT_MAX.
     converted = shape.graph_rows * max(config.n_ff, config.n_embd, config.n_heads * config.head_dim)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import struct
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,20 +19,24 @@ import pytest
 
 from lever.arch import ModelConfig
 from lever.errors import DeviceLost, DoesNotFit, UnsupportedModel, UsageError
-from lever.far_kv import FarKVCache
+from lever.far_kv import FarKVCache, far_kv_bytes
 from lever.ggml import load
 from lever.ggml.devices import Devices, FarDevice, Way, listed
-from lever.ggml.probe import probe, probe_on
-from lever.gguf import MATRIX_TYPES, read
+from lever.ggml.probe import LENGTHS, WIDTH, probe, probe_on
+from lever.gguf import F16, MATRIX_TYPES, read
 from lever.kv_cache import KVCache
 from lever.llm import LLM, Generation, GenerationSettings
 from lever.loader import LoadedModel, ModelSettings
 from lever.model import Model, Thinning
 from lever.opening import Silent
 from lever.pack import PackSettings, pack
+from lever.pages import PAGE
+from lever.rpc import CAPABILITIES, Command, Relay
 from lever.settings import SamplerSettings
+from lever.weights.embedding import EmbeddingRows
+from lever.workspace import Workspace
 from tests import tiny
-from tests.command import Lever, one_line
+from tests.command import SOURCES, Lever, one_line
 from tests.models import TOKENS, logits_of, same_bits
 from tests.native.test_steps import Nodes, layer_by_layer
 from tests.native.test_tree_pass import BUSHY
@@ -146,6 +154,19 @@ def test_products_of_every_type_pass_the_probe_as_on_the_cpu(device: FarDevice) 
         assert probe_on(load(), device, kind) == probe(load(), kind)
 
 
+def test_a_product_of_the_probe_is_one_question(device: FarDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answer = [], Relay._answer
+
+    def counted(relay: Relay, near: socket.socket, length: int, stand_in: bytes = b"") -> None:
+        asked.append(length)
+        answer(relay, near, length, stand_in)
+
+    monkeypatch.setattr(Relay, "_answer", counted)
+    probe_on(load(), device, F16)
+    products = len(LENGTHS) * (1 + WIDTH)
+    assert products <= len(asked) < 1.2 * products
+
+
 # --- rows that move -----------------------------------------------------------------------------------------
 
 
@@ -216,6 +237,25 @@ def test_rows_move_on_a_device_as_they_do_here(small: Path, device: FarDevice, n
         assert not both.here._keys[:, 30:200].any()
         both.both(lambda kv: kv.truncate(30))
         assert both.same()
+        there, config = both.there, ModelConfig.from_gguf(read(small))
+        held = there._memory.nbytes + 2 * load().nelements(there._zeros) + there._allocator.nbytes
+        assert held <= far_kv_bytes(config, 300, n_nodes, 140) < held + PAGE
+
+
+@pytest.mark.parametrize("n_tree", [0, 24])
+def test_what_a_model_on_a_device_allocates_here_is_what_was_planned(
+    small: Path, device: FarDevice, n_tree: int
+) -> None:
+    with opened(small, device, n_tree=n_tree) as loaded:
+        model, parts = loaded.model, loaded.plan.parts
+        assert (parts["KV cache"], parts["way to the device"]) == (0, (8 << 20) + (1 << 20))
+        assert loaded.plan.elsewhere["KV cache"] == far_kv_bytes(loaded.config, 512, n_tree, n_tree)
+        embedding = EmbeddingRows.nbytes(model._embedding.table, loaded.shape.graph_rows, loaded.units.grain)
+        rows = Workspace.nbytes(loaded.config, loaded.shape, on_host=False)
+        # Beside these, ggml's work buffer, which it allocates itself: rows that are projected.
+        work = loaded.shape.padded(loaded.shape.n_logits) * loaded.config.n_embd * 4
+        assert parts["rows and buffers"] == rows + embedding + model._head_allocator.nbytes + work
+        assert model._head_allocator.nbytes < model._allocator.nbytes
 
 
 # --- answers ------------------------------------------------------------------------------------------------
@@ -325,6 +365,18 @@ def test_a_busy_server_is_told_and_free_again_when_its_client_has_gone(
         second.open(server.name)
 
 
+def test_devices_of_a_server_that_are_left_aside_are_told_of(
+    server: RPCServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Devices(load()) as devices:
+        devices.open(server.name)
+    assert not caplog.records
+    monkeypatch.setattr(load(), "backend_reg_dev_count", lambda _registry: 3)
+    with Devices(load()) as devices:
+        devices.open(server.name)
+    assert f"{server.name} has 3 devices, of which lever uses the first" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["vulkan7", "rpc", "gpu", ""])
 def test_an_unknown_device_is_refused_with_a_list_of_those_there_are(name: str) -> None:
     with Devices(load()) as devices, pytest.raises(UsageError, match=r"this ggml has cpu, rpc:HOST:PORT"):
@@ -385,6 +437,69 @@ def test_what_is_packed_for_this_cpu_is_refused_elsewhere(tmp_path: Path, device
         ModelSettings(dram=1 << 30, layout="repacked", device=device.name)
 
 
+# --- signals ------------------------------------------------------------------------------------------------
+
+# Argument: a device, whose server is stopped and goes on when SIGUSR2 and SIGCHLD have come, again and again.
+SIGNALLED = """
+import os, signal, sys, threading, time
+import numpy as np
+from lever.ggml import load
+from lever.ggml.devices import Devices
+
+seen = set()
+for number in (signal.SIGUSR2, signal.SIGCHLD):
+    signal.signal(number, lambda number, _frame: seen.add(number))
+main, server = threading.main_thread().ident, int(sys.argv[2])
+
+def disturb():
+    for _ in range(50):
+        signal.pthread_kill(main, signal.SIGUSR2)
+        signal.pthread_kill(main, signal.SIGCHLD)
+        time.sleep(0.01)
+    os.kill(server, signal.SIGCONT)
+
+with Devices(load()) as devices:
+    way = devices.open(sys.argv[1]).way
+    os.kill(server, signal.SIGSTOP)
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    free = way.free_bytes()
+    thread.join()
+assert free and seen == {signal.SIGUSR2, signal.SIGCHLD}, (free, seen)
+"""
+
+
+def test_signals_with_handlers_wait_for_a_call_that_waits() -> None:
+    """ggml's client would take a call that one interrupts for the loss of its server, and end the process."""
+    with rpc_server() as server:
+        done = subprocess.run(
+            [sys.executable, "-c", SIGNALLED, server.name, str(server.process.pid)],
+            env=os.environ | {"PYTHONPATH": SOURCES},
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_handler_that_raises_leaves_no_signal_blocked(device: FarDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    real = signal.pthread_sigmask
+
+    def interrupted(how: int, mask: Iterable[int]) -> set[Any]:
+        found: set[Any] = real(how, mask)
+        if how == signal.SIG_BLOCK and set(mask):  # Python calls handlers here, when the mask is set
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(signal, "pthread_sigmask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        device.way.free_bytes()
+    monkeypatch.undo()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    assert device.way.free_bytes()
+
+
 # --- the commands -------------------------------------------------------------------------------------------
 
 WORDS = ("--temp", "0", "--raw", "-n", "8", "--no-profile", "--ignore-eos", "--pin", "0")
@@ -417,10 +532,30 @@ def test_run_ends_with_one_line_and_1_when_the_server_is_killed(lever: Lever, sm
         with lever.started(*words, "--device", server.name) as process:
             assert process.stdout is not None
             process.stdout.read(1)
+            server.process.send_signal(signal.SIGSTOP)  # the text cannot end before it is killed
             server.process.kill()
             _, err = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "the connection was lost" in one_line(err)
+
+
+def wait_until_idle(pid: int) -> None:
+    """Until no thread of a process has run for a tenth of a second."""
+    before, since = "", time.monotonic()
+    end = since + 10
+    while (now := time.monotonic()) < end:
+        switches = "".join(
+            line
+            for status in sorted(Path(f"/proc/{pid}/task").glob("*/status"))
+            for line in status.read_text().splitlines()
+            if "ctxt_switches" in line
+        )
+        if switches != before:
+            before, since = switches, now
+        if now - since > 0.1:
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never waits")
 
 
 def test_ctrl_c_ends_a_run_on_a_device_as_it_ends_others(lever: Lever, pair: tuple[Path, Path]) -> None:
@@ -433,9 +568,10 @@ def test_ctrl_c_ends_a_run_on_a_device_as_it_ends_others(lever: Lever, pair: tup
             assert process.stdout is not None
             process.stdout.read(1)
             server.process.send_signal(signal.SIGSTOP)
-            time.sleep(0.5)  # it waits for an answer now
+            wait_until_idle(process.pid)  # for an answer
             process.send_signal(signal.SIGINT)
-            time.sleep(0.2)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.2)
             server.process.send_signal(signal.SIGCONT)
             _, err = process.communicate(timeout=30)
         assert (process.returncode, err) == (130, b"")
@@ -448,6 +584,12 @@ def test_a_request_to_a_lost_device_ends_with_an_error_and_the_server_goes_on(sm
         for _ in range(2):
             assert served.chat(max_tokens=3).status == 500
         assert served.ask("/health").status == 200
+
+
+def test_rpc_serve_says_that_it_computes_when_it_takes_connections() -> None:
+    with rpc_server() as server, socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(struct.pack("<BQ", Command.HELLO, CAPABILITIES) + bytes(CAPABILITIES))
+        assert client.recv(8) == struct.pack("<Q", 4 + CAPABILITIES)
 
 
 def test_rpc_serve_ends_with_0_at_ctrl_c() -> None:

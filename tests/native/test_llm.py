@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -91,3 +91,29 @@ def test_every_cycle_is_told_of_with_the_tokens_that_it_brought(llm: LLM) -> Non
     assert sum(len(cycle.accepted) for cycle in cycles) == found.stats.accepted
     told = [cycle.rows.tokens[row] for cycle in cycles for row in (0, *cycle.accepted)]
     assert told == found.tokens[:-1][: len(told)]
+
+
+@pytest.mark.parametrize("failing", ["_loaded", "_companion"])
+def test_all_is_closed_in_order_when_closing_one_part_fails(
+    model: Path, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(model, ModelSettings(dram=BUDGET), draft=model)
+    llm.load()
+    closed: list[str] = []
+
+    def watched(name: str, close: Callable[[], None]) -> Callable[[], None]:
+        def closing() -> None:
+            close()
+            closed.append(name)
+            if name == failing:
+                raise KeyboardInterrupt
+
+        return closing
+
+    for name in ("_loaded", "_companion", "_devices"):
+        monkeypatch.setattr(vars(llm)[name], "close", watched(name, vars(llm)[name].close))
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    assert closed == ["_loaded", "_companion", "_devices"]
+    monkeypatch.undo()
+    llm.close()

@@ -49,19 +49,23 @@ def server(serve: Serve) -> Iterator[int]:
     failures: list[BaseException] = []
 
     def run() -> None:
-        client, _ = door.accept()
-        client.settimeout(10)
         try:
+            client, _ = door.accept()
+            client.settimeout(10)
             with client:
                 serve(client)
         except BaseException as error:  # noqa: BLE001  told in the test's own thread
             failures.append(error)
 
     with socket.create_server(("127.0.0.1", 0)) as door:
+        door.settimeout(10)
         thread = threading.Thread(target=run)
         thread.start()
-        yield door.getsockname()[1]
-        thread.join()
+        try:
+            yield door.getsockname()[1]
+        finally:
+            thread.join(10)
+    assert not thread.is_alive()
     if failures:
         raise failures[0]
 

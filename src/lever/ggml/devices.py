@@ -7,6 +7,7 @@ matrix do nothing. A device behind ggml's RPC is reached by `lever.rpc`, any oth
 from __future__ import annotations
 
 import ctypes
+import logging
 import signal
 import threading
 import time
@@ -28,11 +29,23 @@ from lever.pages import PAGE, Pages, round_up
 from lever.rpc import Relay
 from lever.settings import CPU
 
+log = logging.getLogger(__name__)
+
 RPC = "rpc:"  # what the names of servers begin with
 # ggml hashes what is larger than 10 MiB before it sends it to a server, in case that has it: a second for a gigabyte.
 PIECE = 8 << 20
-# A signal that arrives in a call of ggml's client ends it as if the server were lost, and then the process. They wait.
-SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGWINCH, signal.SIGUSR1}
+# A signal whose handler runs in a call of ggml's client ends it as if the server were lost, and then the process. So
+# all of them wait, but for those that tell of a fault of the call itself.
+FAULTS = {
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGABRT,
+    signal.SIGTRAP,
+    signal.SIGSYS,
+}
+SIGNALS = signal.valid_signals() - FAULTS
 
 
 @dataclass(slots=True)
@@ -318,6 +331,8 @@ class Way(Owner):
             registry = ggml.backend_rpc_add_server(relay.endpoint.encode())
         if not registry:
             raise DeviceLost(f"{self.name}: it has no devices")
+        if (n := ggml.backend_reg_dev_count(registry)) > 1:
+            log.warning("%s has %d devices, of which lever uses the first", self.name, n)
         device: int = ggml.backend_reg_dev_get(registry, 0)
         return device
 
@@ -340,11 +355,17 @@ class Way(Owner):
     def leaving(self) -> Iterator[None]:
         """As `calling`, to free what was made: that works, and fails, without a word."""
         with self._lock:
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
             try:
+                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a handler of one before may raise out of this
                 yield
             finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that what goes to a server takes here: ggml's client copies each piece, and then the relay."""
+        return 0 if self._relay is None else PIECE + self._relay.nbytes
 
     def free_bytes(self) -> int | None:
         """What the device says that it has left; None where it does not say."""
@@ -376,9 +397,10 @@ class Devices(Owner):
 
     def close(self) -> None:
         """Let all of them go. Safe to call twice."""
-        for way in self._ways.values():
-            way.close()
-        self._ways.clear()
+        with ExitStack() as stack:
+            for way in self._ways.values():
+                stack.callback(way.close)
+            self._ways.clear()
 
 
 def listed(ggml: Library) -> Mapping[str, str]:

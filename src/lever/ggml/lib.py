@@ -118,6 +118,7 @@ _BASE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_free": (None, (P,)),
     "ggml_backend_cpu_buffer_type": (P, ()),
     "ggml_backend_cpu_buffer_from_ptr": (P, (P, c_size_t)),
+    "ggml_backend_reg_dev_count": (c_size_t, (P,)),
     "ggml_backend_reg_dev_get": (P, (P, c_size_t)),
     "ggml_backend_reg_get_proc_address": (P, (P, c_char_p)),
     "ggml_backend_dev_supports_op": (c_bool, (P, P)),

@@ -203,6 +203,8 @@ class _Weight(Owner):
             self._backend = stack.enter_context(device.open_backend(1))
             self._tensor: int = ggml.new_tensor_2d(context.handle, kind, length, n)
             stack.enter_context(device.hold(context, buffer_type))
+            # One for all graphs, the widest first: another device is asked about memory once, not for each of them.
+            self._allocator = stack.enter_context(device.open_allocator())
             self._cleanup = stack.pop_all()
 
     def multiplies(self) -> bool:
@@ -241,11 +243,10 @@ class _Weight(Owner):
         self._ggml.set_input(tensor)
         self._ggml.build_forward_expand(graph, result)
         out = np.empty(shape, np.float32)
-        with self._device.open_allocator() as allocator:
-            allocator.allocate(graph)
-            self._device.send(tensor, inputs.ctypes.data, inputs.nbytes)
-            self._backend.compute(graph)
-            self._device.fetch(result, out.ctypes.data, out.nbytes)
+        self._allocator.allocate(graph)
+        self._device.send(tensor, inputs.ctypes.data, inputs.nbytes)
+        self._backend.compute(graph)
+        self._device.fetch(result, out.ctypes.data, out.nbytes)
         return out
 
     def close(self) -> None:
