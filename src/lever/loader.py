@@ -80,10 +80,12 @@ class ModelSettings:
     @property
     def all_on_cpu(self) -> bool:
         """Whether nothing is computed elsewhere: what is known of this machine's speed says nothing of that."""
-        return self.device.lower() == self.draft_device.lower() == CPU
+        return self.device == self.draft_device == CPU
 
     def __post_init__(self) -> None:
-        """UsageError for what lies outside its range."""
+        """UsageError for what lies outside its range. Names of devices may be in any case."""
+        for name in ("device", "draft_device"):
+            object.__setattr__(self, name, getattr(self, name).lower())
         pin, ctx, start = self.pin_percent, self.n_ctx, self.start_threads
         for name, value, sound, allowed in (
             ("dram", self.dram, self.dram > 0, "above 0 bytes"),
@@ -101,7 +103,7 @@ class ModelSettings:
                 raise UsageError(f"{name} is {value}: it must be {allowed}")
         if self.n_steps and pin != 100:
             raise UsageError("whole passes are only kept of a model that is all in memory: pin 100")
-        if self.layout == "repacked" and self.device.lower() != CPU:
+        if self.layout == "repacked" and self.device != CPU:
             raise UsageError(f"the repacked layout is this CPU's: leave out --layout repacked with {self.device}")
         if self.layout == "repacked" and pin not in (None, 100):
             raise UsageError(f"the repacked layout keeps all layers in DRAM: leave out --pin {pin:g}")

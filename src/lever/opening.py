@@ -104,7 +104,7 @@ def open_draft(reference: str, settings: ModelSettings, progress: Told, *, offli
     header = gguf.read(resolved.path)
     if Image.of(header) is not None:
         return resolved.path
-    plain = settings.draft_device.lower() != CPU
+    plain = settings.draft_device != CPU
     found = find_image(resolved.path, progress, draft=True, plain=plain)
     if found is not None and found.problem is None:
         return found.path
@@ -143,7 +143,7 @@ def _image(reference: str, source: Path, progress: Told, device: str) -> Path | 
             found.mend(reference),
         )
         return None
-    if device.lower() != CPU and found.image is not None and found.image.repacked:
+    if device != CPU and found.image is not None and found.image.repacked:
         log.warning(
             "not using the flash image of %s: it is packed for this CPU, not for %s; a plain one is for both: %s",
             reference,
@@ -204,7 +204,7 @@ def _open_models(wanted: Wanted, settings: ModelSettings, progress: Told) -> LLM
 def _find_predictor(llm: LLM, wanted: Wanted, progress: Told) -> None:
     """Give it the predictor that was asked for, or the kept one; what was asked for and is of no use is told of."""
     named = wanted.predictor != AUTO
-    if llm.settings.device.lower() != CPU:
+    if llm.settings.device != CPU:
         if named or wanted.prune == "paper":
             log.warning("not pruning: the middle of a pass is on %s, and scores are made here", llm.settings.device)
         return

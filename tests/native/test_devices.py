@@ -390,6 +390,13 @@ def test_a_server_without_host_or_port_is_refused(name: str) -> None:
         devices.open(name)
 
 
+def test_settings_know_the_cpu_in_any_case() -> None:
+    assert ModelSettings(dram=1, device="CPU", draft_device="Cpu").all_on_cpu
+    assert ModelSettings(dram=1, device="RPC:Host:1").device == "rpc:host:1"
+    with pytest.raises(UsageError, match="repacked"):
+        ModelSettings(dram=1, layout="repacked", device="Vulkan0")
+
+
 def test_the_name_of_a_device_may_be_in_any_case(server: RPCServer) -> None:
     with Devices(load()) as devices:
         assert devices.open("CPU").on_host
