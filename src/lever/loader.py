@@ -371,13 +371,10 @@ def _elsewhere(
     device: FarDevice,
 ) -> Elsewhere:
     """Bytes of everything but weights in the memory of a device, and what it has."""
-    table = gguf.tensors["token_embd.weight"]
+    rows = _rows_nbytes(ggml, gguf, config, units, shape, on_host=False)
     fixed = {
         KV_CACHE: far_kv_bytes(config, shape.n_ctx, shape.n_nodes, max(shape.n_tree, settings.n_moved)),
-        BUFFERS: Workspace.nbytes(config, shape, on_host=False)
-        + EmbeddingRows.nbytes(table, shape.graph_rows, units.grain)
-        + compute_nbytes(ggml, config, units, shape, 1)
-        + (Steps.nbytes(ggml, config, units, shape) if shape.n_steps else 0),
+        BUFFERS: rows + compute_nbytes(ggml, config, units, shape, 1),
     }
     return Elsewhere(device.name, device.way.free_bytes(), fixed)
 
@@ -394,21 +391,26 @@ def _fixed_parts(
     """Bytes of everything but Python and weights. With a `far` device the KV cache is there, and rows are here too; the
     CPU has no more to compute than the projection, and of whole passes not even that.
     """
-    table = gguf.tensors["token_embd.weight"]
     checksums = gguf.tensors.get(IMAGE_CHECKSUMS)
     on_host = far is None
+    rows = _rows_nbytes(ggml, gguf, config, units, shape, on_host=on_host)
     n_threads, all_there = settings.n_threads, far is not None and shape.n_steps > 0
     computing = 0 if all_there else compute_nbytes(ggml, config, units, shape, n_threads, projection_only=not on_host)
     return {
         KV_CACHE: kv_bytes(config, shape.n_ctx, shape.n_nodes) if on_host else 0,
-        BUFFERS: Workspace.nbytes(config, shape, on_host=on_host)
-        + EmbeddingRows.nbytes(table, shape.graph_rows, units.grain)
-        + computing
-        + (Steps.nbytes(ggml, config, units, shape) if shape.n_steps else 0)
-        + (2 * checksums.nbytes if checksums is not None else 0),
+        BUFFERS: rows + computing + (2 * checksums.nbytes if checksums is not None else 0),
         **({WAY: far.way.nbytes} if far is not None and far.way.nbytes else {}),
         **({GRAMMAR: grammar_nbytes(config.n_vocab)} if settings.grammars else {}),
     }
+
+
+def _rows_nbytes(
+    ggml: Library, gguf: GGUF, config: ModelConfig, units: ModelUnits, shape: ModelShape, *, on_host: bool
+) -> int:
+    """Bytes of rows under way, of loaded rows of the embedding, and of kept passes: here, and as much on a device."""
+    embedding = EmbeddingRows.nbytes(gguf.tensors["token_embd.weight"], shape.graph_rows, units.grain)
+    steps = Steps.nbytes(ggml, config, units, shape) if shape.n_steps else 0
+    return Workspace.nbytes(config, shape, on_host=on_host) + embedding + steps
 
 
 def _resident_plan(
